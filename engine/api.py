@@ -1,0 +1,126 @@
+"""What an engine is: the values that go in and out of one step. Read this file first.
+
+A service builds a `Batch` of `Item`s, one per session, and gets one `ItemResult` per item back. The engine owns the
+pages; the caller owns everything else. Nothing in this room knows gRPC.
+
+Lengths. With `y` the committed tokens and `n = len(y)`, KV exists for positions `[0, n-1)`; `y[n-1]` is the anchor, chosen but
+not yet run. A verify item runs `[anchor, d_1 .. d_k]` at positions `n-1 .. n-1+k`.
+
+Acceptance. The engine draws each position's token itself: `argmax(filtered_logits / T + gumbel(seed, choice, index, token))`, where
+`index` is the position of the token being drawn, plain argmax at T = 0, ties to the lowest id. A draft token is accepted
+while it equals that draw, so a draft can change speed only, never the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from engine.attention.report import AttentionReport
+from engine.kv.pool import PageTable, PoolStats
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Options of one choice, already validated. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` are off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model is. `fingerprint` covers config and weights; `numerics` covers device, build, dtypes and kernels."""
+
+    name: str
+    fingerprint: str
+    numerics: str
+    vocab_size: int
+    hidden_size: int
+    layer_count: int
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One session's share of a step. All fields are set by the caller.
+
+    ids      tokens to run, at positions [start, start + len(ids))
+    draws    how many trailing rows draw a token: 0 for a prompt chunk with more to come, 1 for the last chunk and for
+             plain decoding, 1 + k for a verify block whose last k ids are draft tokens
+    taps     layers whose outputs are returned as rows (0-based, before any final norm), strictly increasing
+    exact    keep the result independent of batch mates and of k (levels L2/L3)
+    """
+
+    table: PageTable
+    ids: Sequence[int]
+    start: int
+    draws: int
+    sampling: Sampling = field(default_factory=Sampling)
+    taps: tuple[int, ...] = ()
+    exact: bool = True
+    margins: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """What one item gave. The engine has truncated the table to the valid length.
+
+    tokens   the accepted draft tokens and one of the target's own: accepted + 1 ids (empty when draws == 0)
+    rows     bf16 CPU tensor [valid rows, len(taps) * hidden_size]: every row of a prompt chunk, accepted + 1 rows of a
+             verify block; None without taps
+    margins  per token, highest filtered logit minus the second highest
+    width    rows the step ran for this item, padding included
+    """
+
+    tokens: tuple[int, ...]
+    accepted: int
+    rows: torch.Tensor | None
+    margins: tuple[float, ...]
+    width: int
+
+
+class Engine(Protocol):
+    """A loaded target model with its pages. Not thread-safe: one thread calls it."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def attention(self) -> AttentionReport: ...
+
+    @property
+    def rows_independent(self) -> bool:
+        """True when a row's result does not depend on the rows beside it (checked at start): `exact` then costs nothing."""
+        ...
+
+    def allocate(self, length: int) -> PageTable:
+        """Pages for `length` tokens. Raises `OutOfPages` naming the pages needed and free."""
+        ...
+
+    def block_limit(self, start: int, exact: bool) -> int:
+        """Most rows that a block starting at position `start` may have (exact mode: fixed width, never across a KV bucket edge)."""
+        ...
+
+    def chunk_limit(self, start: int, exact: bool) -> int:
+        """Most prompt tokens that a chunk starting at `start` may have (exact mode: up to the next edge of an absolute grid)."""
+        ...
+
+    def step(self, items: Sequence[Item]) -> list[ItemResult]:
+        """Runs all items, one result each, in order. Raises only for bugs: the caller validates ids and lengths."""
+        ...
+
+    def stats(self) -> PoolStats: ...
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when pages leak or are shared by mistake; called when idle."""
+        ...
