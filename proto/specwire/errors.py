@@ -179,8 +179,9 @@ def from_item(item: common_pb2.ItemError) -> SpecwireError:
 
 def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
     """The typed form of what a call raised, whether a Specwire server or gRPC itself spoke."""
-    code: grpc.StatusCode = error.code() or _C.UNKNOWN
-    text: str = error.details() or code.name.lower()
+    call: Any = error  # both stacks raise objects that also have the accessors of a call
+    code: grpc.StatusCode = call.code() or _C.UNKNOWN
+    text: str = call.details() or code.name.lower()
     bare = _BARE.get(code, Reason.INTERNAL)
     if code is _C.RESOURCE_EXHAUSTED and "message larger than max" in text:
         bare = Reason.MESSAGE_TOO_LARGE
