@@ -1,0 +1,35 @@
+"""`python -m draft_svc`: one draft service. `--help` lists every setting."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from draft_svc.host import DraftHost
+from draft_svc.loading import load_methods
+from draft_svc.settings import DraftSettings
+from specwire.serve import run_service
+
+
+def _progress(line: str) -> None:
+    print(f"draft: {line}", file=sys.stderr, flush=True)
+
+
+async def serve(stop: asyncio.Event) -> None:
+    settings = DraftSettings.load()
+    host = DraftHost(
+        lambda: load_methods(settings, _progress),
+        address=settings.address,
+        limits=settings.limits(),
+        default_method=settings.chosen_default,
+        push_address=settings.push_address,
+        reflection=settings.reflection,
+        drain_s=settings.drain_ms / 1000,
+    )
+    async with host:
+        _progress(f"ready at {host.address}")
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    run_service(serve)

@@ -1,0 +1,90 @@
+"""Starts and stops a draft service: engine thread, protocol, gRPC server, lease sweep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Self
+
+from draft_svc.protocol import Limits, Protocol
+from draft_svc.service import SERVICE_NAME, DraftServicer
+from draft_svc.worker import Methods, Worker
+from specwire.rpc import new_incarnation
+from specwire.serve import GrpcHost
+from specwire.v1 import draft_pb2_grpc
+
+_SWEEP_S = 0.1
+
+
+class DraftHost:
+    """A draft service in this process; an async context manager that serves while it is entered.
+
+    Health answers NOT_SERVING from the first moment, and SERVING once every method is loaded and
+    warm.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Methods],
+        *,
+        address: str,
+        limits: Limits,
+        default_method: str,
+        device: str = "cpu",
+        push_address: str = "",
+        reflection: bool = False,
+        drain_s: float = 0.5,
+        count: Callable[[str], None] | None = None,
+    ) -> None:
+        self.incarnation = new_incarnation()
+        self.causes: Counter[str] = Counter()
+        self.worker = Worker(load)
+        self.protocol = Protocol(self.worker, default_method, limits, self._count)
+        self._address, self._device, self._push_address = address, device, push_address
+        self._reflection, self._drain_s, self._also_count = reflection, drain_s, count
+
+    async def __aenter__(self) -> Self:
+        self._host = GrpcHost(
+            address=self._address, services=[SERVICE_NAME], link=True, reflection=self._reflection
+        )
+        servicer = DraftServicer(
+            self.protocol,
+            incarnation=self.incarnation,
+            device=self._device,
+            push_address=self._push_address,
+        )
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, self._host.server)
+        try:
+            await self._host.start()
+            await self.worker.start()
+        except BaseException:
+            await self._host.drain(0)
+            await self.worker.stop()
+            raise
+        await self._host.set_serving(True)
+        self._sweeper = asyncio.create_task(self._sweep())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.protocol.draining = True
+        await self._host.drain(self._drain_s)
+        self._sweeper.cancel()
+        for session in self.protocol.sessions:
+            self.protocol.end(session, "shutdown")
+        await self.worker.stop()
+
+    @property
+    def address(self) -> str:
+        """Where the service listens; with the real port where the settings said 0."""
+        return self._host.addresses[0]
+
+    def _count(self, cause: str) -> None:
+        self.causes[cause] += 1
+        if self._also_count is not None:
+            self._also_count(cause)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.protocol.expire()

@@ -1,0 +1,152 @@
+"""What a draft method is: the values that go in and out, and the interface the engine thread
+drives.
+
+A method owns one `Context` per session. Every call is made from the engine thread, in order:
+`open`, then any number of `update` and `propose`, then `close`. A method never fails a session:
+when it cannot propose it says why.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from engine.api import Sampling
+from engine.attention.report import AttentionReport
+from engine.kv.pool import PoolStats
+
+# Why a proposal has fewer tokens than were asked for: `Proposal.reason`.
+REASON_NO_MATCH = "no_match"
+REASON_K_LIMIT = "k_limit"
+REASON_CAPACITY = "draft_capacity"
+REASON_PAGES = "draft_pages"
+REASON_ROWS_MISSING = "rows_missing"
+REASON_DEADLINE = "deadline"
+REASON_SUPERSEDED = "superseded"
+
+RawRows = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Hidden-state rows of positions [start, end): an array [count, width] in the wire dtype (bf16
+    as uint16).
+    """
+
+    start: int
+    rows: RawRows
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.rows)
+
+    def clip(self, low: int, high: int) -> RowBlock:
+        """The part inside [low, high); empty when there is none."""
+        first = min(max(low - self.start, 0), len(self.rows))
+        last = max(min(high - self.start, len(self.rows)), first)
+        return RowBlock(self.start + first, self.rows[first:last])
+
+
+@dataclass(frozen=True, slots=True)
+class RowNeeds:
+    """The rows a method reads: outputs of 0-based target layers, before any final norm."""
+
+    tap_ids: tuple[int, ...]
+    width: int
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class MethodInfo:
+    """Everything the handshake says about a method. Zero or empty: it does not matter to the
+    method.
+    """
+
+    method: str
+    name: str
+    max_draft_tokens: int
+    max_length_tokens: int = 0
+    fingerprint: str = ""
+    rows: RowNeeds | None = None
+    target_hidden_size: int = 0
+    target_layer_count: int = 0
+    target_vocab_size: int = 0
+    target_fingerprint: str = ""
+    tokenizer_hash: str = ""
+    slot_mode: str = ""
+    block_size: int = 0
+    mask_token_id: int | None = None
+    rope_style: str = ""
+    rope_theta: float = 0.0
+    rope_scaling: str = ""
+    attention: AttentionReport | None = None
+    layer_attention: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a method proposes: at most `k` ids, the method's own probabilities for them (or none),
+    and why not more.
+    """
+
+    ids: tuple[int, ...] = ()
+    confidences: tuple[float, ...] = ()
+    reason: str = ""
+
+
+ContextT = TypeVar("ContextT")
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[ContextT]):
+    """One session that wants `k >= 1` tokens after what is committed."""
+
+    context: ContextT
+    k: int
+
+
+class Method(ABC, Generic[ContextT]):
+    """A loaded drafter."""
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def info(self) -> MethodInfo: ...
+
+    @abstractmethod
+    def open(self, ids: Sequence[int], sampling: Sampling) -> ContextT:
+        """A session that committed `ids` so far."""
+
+    @abstractmethod
+    def update(
+        self, context: ContextT, keep: int, tokens: Sequence[int], rows: Sequence[RowBlock]
+    ) -> None:
+        """Forgets what is beyond `keep` committed tokens, then appends. Rows are confirmed, in
+        order and without gaps.
+        """
+
+    @abstractmethod
+    def propose(self, requests: Sequence[Request[ContextT]]) -> list[Draft]:
+        """One answer per request, in order; all sessions that are ready share one forward."""
+
+    @abstractmethod
+    def close(self, context: ContextT) -> None:
+        """Gives everything back."""
+
+    def stats(self) -> PoolStats:
+        """Pages held and free; a method without pages has none."""
+        return PoolStats(free=0, total=0, tables=0)
+
+    def warm_up(self) -> None:
+        """Pays first-call costs before the service says it is ready."""
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when pages leak; called when idle."""
+
+
+AnyMethod = Method[Any]

@@ -1,0 +1,106 @@
+"""Lookup in the session's own text: what followed the last time the text ended like this?
+
+No model: for every n from `max_n` down to `min_n` an index maps each n-gram to its most recent end.
+An n-gram enters the index only when a token follows it, so the text's own suffix never matches
+itself. Each token logs what its insertions replaced, which makes truncation exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draft_svc.methods.base import REASON_NO_MATCH, Draft, Method, MethodInfo, Request, RowBlock
+from engine.api import Sampling
+
+
+class NgramIndex:
+    """A growing text and, per n, the most recent end of each n-gram that something follows."""
+
+    __slots__ = ("_ends", "_max_n", "_min_n", "_replaced", "ids")
+
+    def __init__(self, min_n: int, max_n: int, ids: Sequence[int] = ()) -> None:
+        self._min_n, self._max_n = min_n, max_n
+        self.ids: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}
+        # Per token: the entries that indexing the text before it replaced, shortest n-gram first
+        # (None: a new entry).
+        self._replaced: list[tuple[int | None, ...]] = []
+        self.extend(ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        ids, ends, min_n, max_n = self.ids, self._ends, self._min_n, self._max_n
+        for token in tokens:
+            end = len(ids)
+            window = tuple(ids[max(end - max_n, 0) :])
+            replaced = []
+            for n in range(min_n, len(window) + 1):
+                gram = window[-n:]
+                replaced.append(ends.get(gram))
+                ends[gram] = end
+            self._replaced.append(tuple(replaced))
+            ids.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Forgets tokens from `length` on; the index is what it was then."""
+        while len(self.ids) > length:
+            self.ids.pop()
+            end = len(self.ids)
+            for n, before in enumerate(self._replaced.pop(), start=self._min_n):
+                gram = tuple(self.ids[end - n :])
+                if before is None:
+                    del self._ends[gram]
+                else:
+                    self._ends[gram] = before
+
+    def lookup(self, k: int) -> tuple[int, ...]:
+        """The k tokens after the most recent earlier occurrence of the longest known suffix; empty
+        without one.
+
+        A match close to the end is continued into what it proposes, so that a repeating text goes
+        on repeating.
+        """
+        ids = self.ids
+        for n in range(min(self._max_n, len(ids)), self._min_n - 1, -1):
+            end = self._ends.get(tuple(ids[-n:]))
+            if end is not None:
+                period = len(ids) - end
+                found = ids[end : end + k]
+                while len(found) < k:
+                    found.append(found[len(found) - period])
+                return tuple(found)
+        return ()
+
+
+class NgramMethod(Method[NgramIndex]):
+    """Prompt and output lookup. It needs ids only, so any target and any tokenizer will do."""
+
+    name = "ngram"
+
+    def __init__(self, *, min_n: int, max_n: int, max_draft_tokens: int) -> None:
+        self._min_n, self._max_n = min_n, max_n
+        self._info = MethodInfo(
+            method=self.name, name=f"ngram-{min_n}-{max_n}", max_draft_tokens=max_draft_tokens
+        )
+
+    @property
+    def info(self) -> MethodInfo:
+        return self._info
+
+    def open(self, ids: Sequence[int], sampling: Sampling) -> NgramIndex:
+        return NgramIndex(self._min_n, self._max_n, ids)
+
+    def update(
+        self, context: NgramIndex, keep: int, tokens: Sequence[int], rows: Sequence[RowBlock]
+    ) -> None:
+        context.truncate(keep)
+        context.extend(tokens)
+
+    def propose(self, requests: Sequence[Request[NgramIndex]]) -> list[Draft]:
+        return [self._propose(request) for request in requests]
+
+    def _propose(self, request: Request[NgramIndex]) -> Draft:
+        ids = request.context.lookup(request.k)
+        return Draft(ids, reason="" if ids else REASON_NO_MATCH)
+
+    def close(self, context: NgramIndex) -> None:
+        """Nothing is shared; the index goes with the context."""

@@ -1,0 +1,184 @@
+"""A session's rounds: an Advance commits tokens, waits for its rows, and is answered with one
+Proposal.
+
+Runs on the event loop, holds no gRPC. Items that are late or repeated are dropped and counted: they
+are normal after a restart or a fail-over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draft_svc import replies
+from draft_svc.coverage import RowsRefused
+from draft_svc.methods.base import (
+    REASON_DEADLINE,
+    REASON_K_LIMIT,
+    REASON_ROWS_MISSING,
+    REASON_SUPERSEDED,
+    Draft,
+    RowBlock,
+)
+from draft_svc.requests import checked_ids, row_block
+from draft_svc.sessions import Reply, Session, SessionTable, Step
+from draft_svc.worker import Computed, ProposeJob, UpdateJob, Worker
+from specwire.errors import Reason, SpecwireError
+from specwire.v1 import draft_pb2
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Advances and rows of all sessions. `count` records a cause of a dropped item or a short
+    proposal.
+    """
+
+    worker: Worker
+    sessions: SessionTable
+    rows_wait_ms: int
+    count: Callable[[str], None]
+
+    def advance(self, request: draft_pb2.Advance, reply: Reply) -> None:
+        session = self.sessions.find(request.key)
+        if session is None:
+            raise SpecwireError(Reason.SESSION_UNKNOWN, "no such session; open it")
+        session.renew(time.monotonic())
+        last = session.step
+        if last is not None and request.step_id < last.step_id:
+            self.count("stale_step")
+        elif last is not None and request.step_id == last.step_id:
+            self._repeat(last, reply)
+        else:
+            self._begin(session, request, reply)
+
+    def _repeat(self, step: Step, reply: Reply) -> None:
+        self.count("repeated_step")
+        step.reply = reply
+        if step.answer is not None:
+            reply(step.answer)
+
+    def _begin(self, session: Session, request: draft_pb2.Advance, reply: Reply) -> None:
+        tokens = checked_ids(list(request.tokens), "tokens", session.info)
+        if request.base_len > session.length:
+            text = f"{session.length} tokens are known here, the item builds on {request.base_len}"
+            have = {"have_len": str(session.length)}
+            raise SpecwireError(Reason.NEED_TOKENS, text, have)
+        if request.base_len == 0:
+            raise SpecwireError.field("base_len", 0, f"1 to {session.length}")
+        if session.step is not None and session.step.open:
+            self._finish(session, session.step, Draft(reason=REASON_SUPERSEDED))
+        length = request.base_len + len(tokens)
+        step = Step(
+            step_id=request.step_id,
+            base_len=request.base_len,
+            length=length,
+            k=min(request.k, session.k_limit),
+            k_cut=request.k > session.k_limit,
+            reply=reply,
+            arrived_ns=time.monotonic_ns(),
+        )
+        session.step, session.length = step, length
+        rows = []
+        if session.coverage is not None:
+            rows = session.coverage.confirm(step.step_id, step.base_len, length)
+        self.worker.put(UpdateJob(session.handle, step.base_len, tokens, rows))
+        self._wait_or_propose(session, step, request.rows_count, request.deadline_ms)
+
+    def _wait_or_propose(
+        self, session: Session, step: Step, rows_count: int, deadline_ms: int
+    ) -> None:
+        if step.k == 0:
+            self._finish(session, step, Draft(reason=REASON_K_LIMIT if step.k_cut else ""))
+        elif _covered(session):
+            self._propose(session, step)
+        elif rows_count == 0:  # none are on their way
+            self._finish(session, step, Draft(reason=REASON_ROWS_MISSING))
+        else:
+            wait_ms, reason = self.rows_wait_ms, REASON_ROWS_MISSING
+            if 0 < deadline_ms < wait_ms:
+                wait_ms, reason = deadline_ms, REASON_DEADLINE
+            loop = asyncio.get_running_loop()
+            late = Draft(reason=reason)
+            step.timer = loop.call_later(wait_ms / 1000, self._finish, session, step, late)
+
+    def _propose(self, session: Session, step: Step) -> None:
+        step.proposing = True
+        if step.timer is not None:
+            step.timer.cancel()
+
+        def done(computed: Computed) -> None:
+            self._computed(session, step, computed)
+
+        self.worker.put(ProposeJob(session.handle, step.k, done))
+
+    def _computed(self, session: Session, step: Step, computed: Computed) -> None:
+        if not step.open or not self.sessions.holds(session):
+            self.count("late_proposal")
+        elif computed.error is not None:
+            self._answer(session, step, replies.refusal(session.key, step.step_id, computed.error))
+        else:
+            self._finish(session, step, computed.draft, computed)
+
+    def _finish(
+        self, session: Session, step: Step, draft: Draft, computed: Computed | None = None
+    ) -> None:
+        if draft.reason:
+            self.count(draft.reason)
+        self._answer(session, step, replies.proposal(session.key, step, draft, computed))
+
+    def _answer(self, session: Session, step: Step, answer: draft_pb2.DraftReply) -> None:
+        if step.timer is not None:
+            step.timer.cancel()
+        step.answer = answer
+        session.renew(time.monotonic())
+        step.reply(answer)
+
+    def take_rows(
+        self, target_incarnation: int, chunk: draft_pb2.FeatureChunk
+    ) -> draft_pb2.FeatureAck:
+        """Takes a chunk of rows or says why not. Either way the sender may send as many bytes
+        again.
+        """
+        ack = draft_pb2.FeatureAck(
+            key=chunk.key, step_id=chunk.step_id, credit_bytes=len(chunk.rows)
+        )
+        try:
+            self._take_rows(target_incarnation, chunk)
+        except SpecwireError as error:
+            self.count(f"rows_{error.metadata.get('cause', error.reason.value.lower())}")
+            ack.error.CopyFrom(error.to_item())
+        return ack
+
+    def _take_rows(self, target_incarnation: int, chunk: draft_pb2.FeatureChunk) -> None:
+        session = self.sessions.find(chunk.key)
+        if session is None:
+            raise SpecwireError(Reason.SESSION_UNKNOWN, "no such session")
+        if session.target_incarnation not in (0, target_incarnation):
+            raise _refused("other_target")
+        if session.coverage is None:
+            raise _refused("not_needed")
+        block = row_block(chunk, session.info)
+        try:
+            blocks = session.coverage.offer(chunk.step_id, block)
+        except RowsRefused as refusal:
+            raise _refused(str(refusal)) from refusal
+        if blocks:
+            self._append_rows(session, blocks)
+
+    def _append_rows(self, session: Session, blocks: list[RowBlock]) -> None:
+        """Rows of a confirmed step count at once, and a step that waits for them may go on."""
+        self.worker.put(UpdateJob(session.handle, session.length, (), blocks))
+        step = session.step
+        if step is not None and step.open and not step.proposing and _covered(session):
+            self._propose(session, step)
+
+
+def _covered(session: Session) -> bool:
+    return session.coverage is None or session.coverage.end == session.length - 1
+
+
+def _refused(cause: str) -> SpecwireError:
+    text = f"rows were not taken: {cause}"
+    return SpecwireError(Reason.ROWS_REFUSED, text, {"cause": cause})

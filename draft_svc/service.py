@@ -1,0 +1,96 @@
+"""The gRPC adapter: decodes frames, calls the protocol, encodes frames. No policy lives here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from importlib import metadata
+from typing import Any
+
+from draft_svc.info import drafter_infos
+from draft_svc.protocol import Protocol
+from specwire.errors import Reason, SpecwireError
+from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR, Outbox, OutboxFull
+from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+
+SERVICE_NAME = "specwire.v1.DraftService"
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """One draft service. `incarnation` names this life of the process."""
+
+    def __init__(
+        self, protocol: Protocol, *, incarnation: int, device: str, push_address: str
+    ) -> None:
+        self._protocol, self._push_address = protocol, push_address
+        self._worker_info = common_pb2.WorkerInfo(
+            protocol_major=PROTOCOL_MAJOR,
+            protocol_minor=PROTOCOL_MINOR,
+            incarnation=incarnation,
+            version=metadata.version("specwire"),
+            device=device,
+        )
+
+    async def GetInfo(
+        self, request: draft_pb2.DraftServiceGetInfoRequest, context: Any
+    ) -> draft_pb2.DraftServiceGetInfoResponse:
+        protocol = self._protocol
+        if not protocol.worker.ready:
+            raise SpecwireError(Reason.ENGINE_DOWN, "the drafters of this service are not loaded")
+        return draft_pb2.DraftServiceGetInfoResponse(
+            worker=self._worker_info,
+            drafters=drafter_infos(protocol.worker.infos.values(), protocol.default_method),
+            load=self._load(),
+            push_address=self._push_address,
+        )
+
+    async def Link(
+        self, request_iterator: AsyncIterator[draft_pb2.DraftServiceLinkRequest], context: Any
+    ) -> AsyncIterator[draft_pb2.DraftServiceLinkResponse]:
+        outbox: Outbox[draft_pb2.DraftReply] = Outbox()
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        try:
+            while replies := await outbox.take_all():
+                yield draft_pb2.DraftServiceLinkResponse(
+                    incarnation=self._worker_info.incarnation,
+                    replies=replies,
+                    load=self._load(),
+                )
+            await reader
+        finally:
+            outbox.close()
+            reader.cancel()
+
+    async def _read(
+        self,
+        frames: AsyncIterator[draft_pb2.DraftServiceLinkRequest],
+        outbox: Outbox[draft_pb2.DraftReply],
+    ) -> None:
+        def reply(message: draft_pb2.DraftReply) -> None:
+            try:
+                outbox.put(message)
+            except OutboxFull:
+                # The peer does not read. Its sessions stay; it gets a new link when it comes back.
+                self._protocol.count("outbox_full")
+                outbox.close()
+
+        try:
+            async for frame in frames:
+                for item in frame.items:
+                    self._protocol.handle(item, reply)
+        finally:
+            outbox.close()
+
+    async def PushFeatures(
+        self, request_iterator: AsyncIterator[draft_pb2.PushFeaturesRequest], context: Any
+    ) -> AsyncIterator[draft_pb2.PushFeaturesResponse]:
+        rounds = self._protocol.rounds
+        async for frame in request_iterator:
+            acks = [rounds.take_rows(frame.target_incarnation, chunk) for chunk in frame.chunks]
+            yield draft_pb2.PushFeaturesResponse(acks=acks)
+
+    def _load(self) -> draft_pb2.DraftLoad:
+        stats = self._protocol.worker.stats
+        return draft_pb2.DraftLoad(
+            sessions=len(self._protocol.sessions), pages_free=stats.free, pages_total=stats.total
+        )

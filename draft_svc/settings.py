@@ -1,0 +1,98 @@
+"""Settings of the draft service: one frozen object, built once at start."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from draft_svc.loading import METHODS
+from draft_svc.protocol import Limits
+from specwire.settings import ServiceSettings
+
+
+class DraftSettings(ServiceSettings):
+    """Every setting is a flag (`--rows-wait-ms`), a variable (`SPECWIRE_DRAFT_ROWS_WAIT_MS`) or a
+    key of the file.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPECWIRE_DRAFT_")
+
+    address: str = Field("unix:/tmp/specwire-draft.sock", description="where to listen")
+    push_address: str = Field(
+        "", description="address that targets send rows to; empty: the one they were told of"
+    )
+    methods: tuple[str, ...] = Field(
+        METHODS, min_length=1, description="drafters to host: " + ", ".join(METHODS)
+    )
+    default_method: str = Field("", description="drafter of sessions that name none; empty: last")
+    draft: str = Field("default", description="draft checkpoint: a directory, or `default`")
+    target: str = Field(
+        "default", description="the target's checkpoint, for embedding and head; or `default`"
+    )
+    dtype: str = Field("auto", description="dtype of the weights")
+    kv_dtype: str = Field("auto", description="dtype of the KV cache, the draft's own choice")
+    device: str = Field("auto", description="cpu or cuda")
+    attention_backend: str | None = Field(
+        None, description="attention backend by name; refused, never replaced, when it does not fit"
+    )
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="native C kernels, or torch's"
+    )
+    threads: int = Field(0, ge=0, le=1024, description="threads of the engine; 0: as many as cores")
+    max_length: int | None = Field(
+        None, ge=2, description="longest session in tokens; unset: the draft's own limit"
+    )
+    max_draft_tokens: int = Field(7, ge=1, le=64, description="most tokens of one proposal")
+    page_tokens: int = Field(16, ge=1, le=4096, description="tokens of one KV page")
+    kv_pages: int | None = Field(None, ge=1, description="KV pages; unset: from kv_memory_mb")
+    kv_memory_mb: int = Field(128, ge=1, description="memory of the context KV in MiB")
+    ngram_min: int = Field(2, ge=1, le=32, description="shortest n-gram that is looked up")
+    ngram_max: int = Field(4, ge=1, le=32, description="longest n-gram that is looked up")
+    rows_wait_ms: int = Field(
+        200,
+        ge=0,
+        description="how long a step waits for its hidden-state rows before it goes without",
+    )
+    rows_buffer_mb: int = Field(
+        64, ge=1, description="rows that one session may have waiting for confirmation, in MiB"
+    )
+    max_sessions: int = Field(256, ge=1, description="sessions that may be open at once")
+    lease_ms: int = Field(
+        10_000,
+        ge=100,
+        description="life of a session without traffic, where its opener does not say",
+    )
+    max_lease_ms: int = Field(600_000, ge=100, description="longest lease an opener may ask for")
+    drain_ms: int = Field(2_000, ge=0, description="time that links get to end at shutdown")
+    reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus metrics; 0: off")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="what is logged"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        unknown = [name for name in self.methods if name not in METHODS]
+        if unknown:
+            raise ValueError(f"methods has {unknown[0]!r}; accepted: {', '.join(METHODS)}")
+        if self.default_method and self.default_method not in self.methods:
+            raise ValueError(f"default_method must be one of methods: {', '.join(self.methods)}")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError("ngram_min must not exceed ngram_max")
+        return self
+
+    @property
+    def chosen_default(self) -> str:
+        """The method of sessions that name none."""
+        return self.default_method or self.methods[-1]
+
+    def limits(self) -> Limits:
+        return Limits(
+            max_sessions=self.max_sessions,
+            rows_wait_ms=self.rows_wait_ms,
+            rows_buffer_bytes=self.rows_buffer_mb * 1024 * 1024,
+            lease_ms=self.lease_ms,
+            max_lease_ms=self.max_lease_ms,
+        )

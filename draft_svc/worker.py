@@ -1,0 +1,243 @@
+"""The engine thread: owns the methods and their contexts, and does all computing.
+
+The event loop puts jobs in; everything that waits becomes one tick. Jobs take effect in the order
+they were put; the proposals of a tick are computed together at its end. Results go back to the loop
+in one call per tick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draft_svc.methods.base import AnyMethod, Draft, MethodInfo, Request, RowBlock
+from engine.api import Sampling
+from engine.errors import EngineError
+from engine.kv.pool import PoolStats
+from specwire.errors import Reason, SpecwireError
+
+log = logging.getLogger(__name__)
+
+Methods = Mapping[str, AnyMethod]
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """The loop's name for a context; only the engine thread looks inside."""
+
+    method: str
+    context: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    handle: Handle
+    ids: Sequence[int]
+    sampling: Sampling
+    done: Callable[[SpecwireError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateJob:
+    handle: Handle
+    keep: int
+    tokens: Sequence[int]
+    rows: Sequence[RowBlock]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A finished proposal, or the error that stands for it."""
+
+    draft: Draft
+    error: SpecwireError | None
+    queue_ns: int
+    compute_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeJob:
+    handle: Handle
+    k: int
+    done: Callable[[Computed], None]
+    put_ns: int = field(default_factory=time.monotonic_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class CloseJob:
+    handle: Handle
+
+
+Job = OpenJob | UpdateJob | ProposeJob | CloseJob
+Result = Callable[[], None]
+
+
+def internal_error(what: str) -> SpecwireError:
+    """For a bug of ours: the traceback goes to the log, an incident number to the client."""
+    incident = secrets.token_hex(8)
+    log.exception("incident %s: %s", incident, what)
+    text = f"internal error; the server's log has incident {incident}"
+    return SpecwireError(Reason.INTERNAL, text, {"incident": incident})
+
+
+class Worker:
+    """Loads the methods on its thread, then serves jobs until `stop`."""
+
+    def __init__(self, load: Callable[[], Methods]) -> None:
+        self._load = load
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
+        self._methods: Methods = {}
+        self._stats = PoolStats(free=0, total=0, tables=0)
+        self.infos: Mapping[str, MethodInfo] = {}
+
+    async def start(self) -> None:
+        """Returns when every method is loaded and warm; raises what loading raised."""
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._ready
+
+    async def stop(self) -> None:
+        """Ends the thread after the jobs that wait. Harmless when it never started."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    @property
+    def stats(self) -> PoolStats:
+        """Pages of all methods after the last tick."""
+        return self._stats
+
+    @property
+    def ready(self) -> bool:
+        """The methods are loaded and the thread serves jobs."""
+        return bool(self.infos) and self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._methods = self._load()
+            for method in self._methods.values():
+                method.warm_up()
+            self.infos = {name: method.info for name, method in self._methods.items()}
+            self._publish_stats()
+        except Exception as error:
+            failure = error
+            self._post([lambda: self._settle(failure)])
+            return
+        self._post([lambda: self._settle(None)])
+        while (jobs := self._take()) is not None:
+            results = self._tick(jobs)
+            self._publish_stats()
+            if results:
+                self._post(results)
+
+    def _settle(self, error: Exception | None) -> None:
+        if self._ready.done():  # the start was cancelled
+            return
+        if error is None:
+            self._ready.set_result(None)
+        else:
+            self._ready.set_exception(error)
+
+    def _post(self, results: list[Result]) -> None:
+        def deliver() -> None:
+            for result in results:
+                result()
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(deliver)
+
+    def _publish_stats(self) -> None:
+        all_stats = [method.stats() for method in self._methods.values()]
+        self._stats = PoolStats(
+            free=sum(s.free for s in all_stats),
+            total=sum(s.total for s in all_stats),
+            tables=sum(s.tables for s in all_stats),
+        )
+
+    def _take(self) -> list[Job] | None:
+        """Everything that waits, at least one job; None at the end."""
+        taken: list[Job] = []
+        job = self._jobs.get()
+        while job is not None:
+            taken.append(job)
+            if self._jobs.empty():
+                return taken
+            job = self._jobs.get()
+        if taken:
+            self._jobs.put(None)  # first what came before the end
+            return taken
+        return None
+
+    def _tick(self, jobs: list[Job]) -> list[Result]:
+        wanted: list[ProposeJob] = []
+        results: list[Result] = []
+        for job in jobs:
+            if isinstance(job, OpenJob):
+                results.append(self._open(job))
+            elif isinstance(job, ProposeJob):
+                wanted.append(job)
+            elif isinstance(job, UpdateJob):
+                self._update(job)
+            else:
+                wanted = [other for other in wanted if other.handle is not job.handle]
+                self._close(job.handle)
+        for name in dict.fromkeys(job.handle.method for job in wanted):
+            results += self._propose(name, [job for job in wanted if job.handle.method == name])
+        return results
+
+    def _open(self, job: OpenJob) -> Result:
+        done, error = job.done, None
+        try:
+            job.handle.context = self._methods[job.handle.method].open(job.ids, job.sampling)
+        except EngineError as refusal:
+            error = SpecwireError(Reason.KV_PAGES_EXHAUSTED, str(refusal))
+        except Exception:
+            error = internal_error("opening a session failed")
+        return lambda: done(error)
+
+    def _update(self, job: UpdateJob) -> None:
+        context = job.handle.context
+        if context is None:
+            return
+        try:
+            self._methods[job.handle.method].update(context, job.keep, job.tokens, job.rows)
+        except Exception:
+            internal_error("an update failed; its session proposes no more")
+            self._close(job.handle)
+
+    def _propose(self, name: str, jobs: list[ProposeJob]) -> list[Result]:
+        began = time.monotonic_ns()
+        live = [job for job in jobs if job.handle.context is not None]
+        drafts: Sequence[Draft] = ()
+        error: SpecwireError | None = None
+        try:
+            drafts = self._methods[name].propose([Request(j.handle.context, j.k) for j in live])
+        except Exception:
+            error = internal_error(f"{name} failed to propose")
+        spent = time.monotonic_ns() - began
+        lost = SpecwireError(Reason.SESSION_UNKNOWN, "the session has no context any more")
+        by_job = dict(zip((id(job) for job in live), drafts, strict=False))
+        results: list[Result] = []
+        for job in jobs:
+            draft = by_job.get(id(job))
+            failed = None if draft is not None else (error or lost)
+            computed = Computed(draft or Draft(), failed, began - job.put_ns, spent)
+            results.append(lambda done=job.done, computed=computed: done(computed))  # type: ignore[misc]
+        return results
+
+    def _close(self, handle: Handle) -> None:
+        context, handle.context = handle.context, None
+        if context is not None:
+            self._methods[handle.method].close(context)

@@ -1,0 +1,89 @@
+"""The n-gram index against a naive search of the whole text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_svc.methods.base import REASON_NO_MATCH, Request
+from draft_svc.methods.ngram import NgramIndex, NgramMethod
+from engine.api import Sampling
+
+
+def naive_lookup(ids: Sequence[int], k: int, min_n: int, max_n: int) -> tuple[int, ...]:
+    for n in range(min(max_n, len(ids)), min_n - 1, -1):
+        suffix = list(ids[-n:])
+        for end in range(len(ids) - 1, n - 1, -1):
+            if list(ids[end - n : end]) == suffix:
+                text = list(ids)
+                for offset in range(k):
+                    text.append(text[end + offset])
+                return tuple(text[len(ids) :])
+    return ()
+
+
+small_text = st.lists(st.integers(0, 3), max_size=40)
+
+
+@given(ids=small_text, k=st.integers(1, 9), min_n=st.integers(1, 3), extra=st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_lookup_equals_a_naive_search(ids: list[int], k: int, min_n: int, extra: int) -> None:
+    index = NgramIndex(min_n, min_n + extra, ids)
+    assert index.lookup(k) == naive_lookup(ids, k, min_n, min_n + extra)
+
+
+@given(moves=st.lists(st.tuples(st.integers(0, 12), small_text), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_truncation_leaves_what_a_fresh_index_has(moves: list[tuple[int, list[int]]]) -> None:
+    index, ids = NgramIndex(1, 3), []
+    for back, tokens in moves:
+        keep = max(len(ids) - back, 0)
+        index.truncate(keep)
+        index.extend(tokens)
+        ids = ids[:keep] + tokens
+        assert index.ids == ids
+        assert index.lookup(5) == NgramIndex(1, 3, ids).lookup(5) == naive_lookup(ids, 5, 1, 3)
+    index.truncate(0)
+    assert index._ends == {} and index._replaced == []
+
+
+def test_the_longest_and_then_the_latest_match_wins() -> None:
+    # [8, 9] was followed by 1 and later by 2; [7, 8, 9] only by 1.
+    ids = [7, 8, 9, 1, 5, 8, 9, 2, 6, 7, 8, 9]
+    assert NgramIndex(2, 3, ids).lookup(2) == (1, 5)
+    assert NgramIndex(2, 2, ids).lookup(2) == (2, 6)
+
+
+def test_a_repeating_text_is_continued_beyond_its_end() -> None:
+    assert NgramIndex(1, 4, [5, 1, 2, 1, 2]).lookup(5) == (1, 2, 1, 2, 1)
+
+
+def test_no_match_says_so() -> None:
+    method = NgramMethod(min_n=2, max_n=4, max_draft_tokens=7)
+    context = method.open([1, 2, 3], Sampling())
+    (draft,) = method.propose([Request(context, 3)])
+    assert draft.ids == () and draft.reason == REASON_NO_MATCH
+
+
+def test_a_round_on_a_long_context_is_cheap() -> None:
+    method = NgramMethod(min_n=2, max_n=4, max_draft_tokens=7)
+    context = method.open([i * i % 997 for i in range(8192)], Sampling())
+    best = float("inf")
+    for token in range(50):
+        began = time.perf_counter()
+        method.update(context, 8192 + token, [token % 7], ())
+        method.propose([Request(context, 7)])
+        best = min(best, time.perf_counter() - began)
+    assert best < 0.2e-3
+
+
+@pytest.mark.parametrize("keep", [0, 3, 5])
+def test_update_forgets_what_is_beyond_keep(keep: int) -> None:
+    method = NgramMethod(min_n=1, max_n=2, max_draft_tokens=7)
+    context = method.open([1, 2, 1, 2, 3], Sampling())
+    method.update(context, keep, [1, 2], ())
+    assert context.ids == [1, 2, 1, 2, 3][:keep] + [1, 2]
