@@ -61,7 +61,8 @@ class Coverage:
         out are dropped, except those that belong to the text the session was opened with: a draft
         that joins late gets them under older step ids.
         """
-        self._truncate(min(base_length, length - 1))
+        # The target runs the anchor at base_length - 1 again, and sends its row again.
+        self._truncate(base_length - 1)
         blocks = []
         if self._last_step < 0:
             for step in sorted(step for step in self._held if step < step_id):

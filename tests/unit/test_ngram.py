@@ -86,4 +86,4 @@ def test_update_forgets_what_is_beyond_keep(keep: int) -> None:
     method = NgramMethod(min_n=1, max_n=2, max_draft_tokens=7)
     context = method.open([1, 2, 1, 2, 3], Sampling())
     method.update(context, keep, [1, 2], ())
-    assert context.ids == [1, 2, 1, 2, 3][:keep] + [1, 2]
+    assert context.ids == [*[1, 2, 1, 2, 3][:keep], 1, 2]
