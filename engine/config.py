@@ -1,0 +1,37 @@
+"""Settings of a native engine: frozen, built once by the service that owns the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to load and run a target.
+
+    model          a Hugging Face directory, a .gguf file, or "default" (the packaged model)
+    dtype          of the weights: auto, bfloat16 or float32; activations are fp32 on the CPU
+    kv_dtype       auto, float32 or bfloat16
+    kernels        native: our C kernels or an error; torch: never; auto: native where they can be built
+    kv_pages       pages of the pool; None derives them from `kv_memory_mb`
+    threads        0 leaves torch's own choice
+    exact_width    rows of a verify block in exact mode, where rows are not independent
+    kv_bucket      a block never crosses a multiple of this in exact mode, where rows are not independent
+    prefill_chunk  edge of the absolute grid on which prompts are cut
+    """
+
+    model: str = "default"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    kv_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: str = "auto"
+    attention_backend: str | None = None
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    max_length: int | None = None
+    kv_pages: int | None = None
+    kv_memory_mb: int = 1024
+    page_tokens: int = 16
+    threads: int = 0
+    exact_width: int = 8
+    kv_bucket: int = 256
+    prefill_chunk: int = 256

@@ -1,0 +1,149 @@
+"""The tokenizer document: all that a coordinator needs to turn text into ids and back, as one JSON value.
+
+{"tokenizer": <tokenizer.json object>, "chat_template": str, "special": {"bos_token", "eos_token" (text, for templates),
+"bos_token_id", "eos_token_ids", "pad_token_id", "unk_token_id", "add_bos_token"}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError
+from engine.models.config import refuse, token_ids
+
+TOKENIZER_FILE = "tokenizer_document.json"
+_CONTROL = 3  # GGUF token type
+_USER_DEFINED = 4
+_BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "gpt-2": {"type": "ByteLevel", **_BYTE_LEVEL},
+    "smollm": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", **_BYTE_LEVEL},
+        ],
+    },
+}
+
+
+def tokenizer_hash(document: bytes) -> str:
+    return hashlib.sha256(document).hexdigest()[:32]
+
+
+def read_document(directory: Path) -> bytes:
+    """The document of a checkpoint directory: written at import (GGUF), or built from its files."""
+    ready = directory / TOKENIZER_FILE
+    return ready.read_bytes() if ready.is_file() else document_from_hf(directory)
+
+
+def document_from_gguf(fields: Mapping[str, Any]) -> bytes:
+    """Builds a byte-level BPE tokenizer from GGUF metadata."""
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2":
+        raise refuse("tokenizer.ggml.model", kind, "gpt2")
+    if pre not in _PRE_TOKENIZERS:
+        raise refuse("tokenizer.ggml.pre", pre, ", ".join(_PRE_TOKENIZERS))
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    types: list[int] = fields["tokenizer.ggml.token_type"]
+
+    def text(key: str) -> str:
+        token = fields.get(f"tokenizer.ggml.{key}_token_id")
+        return "" if token is None else tokens[token]
+
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(i, tokens[i], types[i]) for i in _specials(types)],
+        "normalizer": None,
+        "pre_tokenizer": _PRE_TOKENIZERS[pre],
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", **_BYTE_LEVEL},
+        "model": _bpe(tokens, fields["tokenizer.ggml.merges"], text("unknown")),
+    }
+    special = {
+        "bos_token": text("bos"),
+        "eos_token": text("eos"),
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_ids": list(token_ids(fields.get("tokenizer.ggml.eos_token_id"))),
+        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
+        "unk_token_id": fields.get("tokenizer.ggml.unknown_token_id"),
+        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
+    }
+    return _dump(tokenizer, fields.get("tokenizer.chat_template", ""), special)
+
+
+def _specials(types: list[int]) -> list[int]:
+    return [i for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]
+
+
+def _added(token_id: int, content: str, kind: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, **flags, "special": kind == _CONTROL}
+
+
+def _bpe(tokens: list[str], merges: list[str], unknown: str) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown or None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": [merge.split(" ", 1) for merge in merges],
+    }
+
+
+def document_from_hf(directory: Path) -> bytes:
+    """Builds the document from tokenizer.json and its companions."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError("checkpoint has no tokenizer.json")
+    tokenizer = json.loads(path.read_text())
+    options, model = _optional(directory, "tokenizer_config.json"), _optional(directory, "config.json")
+    generation = _optional(directory, "generation_config.json")
+    ids = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
+
+    def text(key: str) -> str:
+        value = options.get(f"{key}_token") or ""
+        return str(value["content"] if isinstance(value, dict) else value)
+
+    eos = token_ids(generation.get("eos_token_id", model.get("eos_token_id")))
+    special = {
+        "bos_token": text("bos"),
+        "eos_token": text("eos"),
+        "bos_token_id": model.get("bos_token_id", ids.get(text("bos"))),
+        "eos_token_ids": list(eos),
+        "pad_token_id": model.get("pad_token_id", ids.get(text("pad"))),
+        "unk_token_id": ids.get(text("unk")),
+        "add_bos_token": bool(options.get("add_bos_token", False)),
+    }
+    return _dump(tokenizer, _chat_template(directory, options), special)
+
+
+def _chat_template(directory: Path, options: Mapping[str, Any]) -> str:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    template = options.get("chat_template") or ""
+    if isinstance(template, list):  # several named templates
+        template = next((t["template"] for t in template if t["name"] == "default"), "")
+    return str(template)
+
+
+def _optional(directory: Path, name: str) -> dict[str, Any]:
+    path = directory / name
+    value = json.loads(path.read_text()) if path.is_file() else {}
+    return value if isinstance(value, dict) else {}
+
+
+def _dump(tokenizer: object, chat_template: str, special: Mapping[str, Any]) -> bytes:
+    document = {"tokenizer": tokenizer, "chat_template": chat_template, "special": dict(special)}
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
