@@ -42,7 +42,7 @@ def server_options(link: bool) -> Options:
     """Options of a server: `link` for worker services, else the public API."""
     return [
         *_limits(link),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_MINIMUM_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_MINIMUM_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # With port sharing on, a second server on the same port would start and steal calls.
         ("grpc.so_reuseport", 0),

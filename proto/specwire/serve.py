@@ -148,18 +148,20 @@ class GrpcHost:
 
 
 def _bind(server: grpc.aio.Server, address: str) -> str:
+    """Binds, and returns the address with the port that was taken."""
     path = address.removeprefix("unix:") if address.startswith("unix:") else None
-    if path is not None:
+    if path is None:
+        _check_port(address)
+    else:
         _refuse_live_socket(address, path)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise _bind_error(address) from error
+        raise _not_bindable(address) from error
     if path is not None:
         os.chmod(path, 0o600)
         return address
-    host, _, _ = address.rpartition(":")
-    return f"{host}:{port}"
+    return f"{address.rpartition(':')[0]}:{port}"
 
 
 def _refuse_live_socket(address: str, path: str) -> None:
@@ -169,24 +171,39 @@ def _refuse_live_socket(address: str, path: str) -> None:
             probe.connect(path)
         except OSError:
             return
-    raise SpecwireError(Reason.PORT_IN_USE, f"{address} is in use", {"address": address})
+    raise _in_use(address)
 
 
-def _bind_error(address: str) -> SpecwireError:
-    """Says why binding failed, by trying it with a plain socket."""
+def _check_port(address: str) -> None:
+    """Tries with plain sockets, which say why; gRPC takes 99999 and half of a `localhost` pair."""
     host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise _not_bindable(address)
+    usable = False
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family, kind, proto, _, target = infos[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.bind(target)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            text = f"{address} is in use by another process"
-            return SpecwireError(Reason.PORT_IN_USE, text, {"address": address})
-    except (ValueError, OverflowError):
-        pass
-    accepted = "host:port of this machine, or unix:/path in a writable directory (107 characters)"
+    except (OSError, UnicodeError) as error:
+        raise _not_bindable(address) from error
+    for family, kind, proto, _, target in infos:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+                usable = True
+        except OSError as error:  # one of several families may be missing
+            if error.errno == errno.EADDRINUSE:
+                raise _in_use(address) from error
+    if not usable:
+        raise _not_bindable(address)
+
+
+def _in_use(address: str) -> SpecwireError:
+    text = f"{address} is in use by another process"
+    return SpecwireError(Reason.PORT_IN_USE, text, {"address": address})
+
+
+def _not_bindable(address: str) -> SpecwireError:
+    accepted = "host:port of this machine, or unix:/path (107 characters) in a writable directory"
     return SpecwireError.field("address", address, accepted, Reason.SETTINGS_INVALID)
 
 
