@@ -1,0 +1,81 @@
+"""TORCH_SDPA: torch's scaled_dot_product_attention over gathered pages. Any device, any layer mode; the reference backend.
+
+The query heads of one KV head are folded into rows, so keys and values are never expanded. Torch picks kernels by shape, so a
+row may depend on the rows beside it; `bucket` rounds the number of keys up to fixed edges (the rest is masked), which keeps
+the shapes, and so the bits, of a fixed block width stable between two edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, LayerMode, Span
+from engine.attention.mask import key_range
+from engine.kv.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPlan:
+    """One span: its rows, the pages gathered for it and a mask [1, rows * group, keys] per mode (True: seen)."""
+
+    rows: slice
+    pages: Tensor
+    keys: int
+    masks: dict[LayerMode, Tensor]
+
+
+class TorchSdpa(AttentionBackend):
+    name: ClassVar[str] = "TORCH_SDPA"
+    rows_independent = False
+
+    def __init__(
+        self, cache: KVCache, query_heads: int, modes: Sequence[LayerMode], bucket: int = 0
+    ) -> None:
+        super().__init__(cache, query_heads, modes)
+        self.bucket = bucket
+        self._group = query_heads // cache.geometry.kv_heads
+
+    def plan(self, spans: Sequence[Span]) -> list[SpanPlan]:
+        return [self._plan_span(span) for span in spans]
+
+    def _plan_span(self, span: Span) -> SpanPlan:
+        page_tokens, device = self.cache.geometry.page_tokens, self.cache.k[0].device
+        end = span.start + span.row_count
+        keys = -(-end // self.bucket) * self.bucket if self.bucket else end
+        held = span.table.pages[: -(-end // page_tokens)]
+        # A bucket may reach past the pages held: page 0 stands in for them, and the mask hides it.
+        pages = held + [0] * (-(-keys // page_tokens) - len(held))
+        position = torch.arange(keys)
+        masks: dict[LayerMode, Tensor] = {}
+        for mode in set(self.modes):
+            low, high = key_range(mode, [span])
+            seen = (position >= low[:, None]) & (position < high[:, None])
+            masks[mode] = seen.repeat_interleave(self._group, dim=0)[None].to(device)
+        rows = slice(span.first_row, span.first_row + span.row_count)
+        return SpanPlan(rows, torch.tensor(pages, device=device), keys, masks)
+
+    def run(self, plan: list[SpanPlan], layer: int, q: Tensor) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for span in plan:
+            out[span.rows] = self._run_span(span, layer, q[span.rows])
+        return out
+
+    def _run_span(self, span: SpanPlan, layer: int, q: Tensor) -> Tensor:
+        rows, _, dim = q.shape
+        kv_heads = self.cache.geometry.kv_heads
+        k, v = (
+            cache[span.pages].flatten(0, 1)[: span.keys].transpose(0, 1).to(q.dtype)
+            for cache in (self.cache.k[layer], self.cache.v[layer])
+        )
+        # [rows, kv_heads, group, dim] -> [kv_heads, rows * group, dim]
+        folded = q.reshape(rows, kv_heads, self._group, dim).transpose(0, 1).flatten(1, 2)
+        mask = span.masks[self.modes[layer]]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            folded[None], k[None], v[None], attn_mask=mask[None]
+        )[0]
+        return out.unflatten(1, (rows, self._group)).transpose(0, 1).reshape(q.shape)
