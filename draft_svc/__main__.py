@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import ExitStack, closing
 
 from draft_svc.host import DraftHost
 from draft_svc.loading import load_methods
 from draft_svc.settings import DraftSettings
+from specwire.observe import metrics_server, setup_logging
 from specwire.serve import run_service
 
 
@@ -17,6 +19,7 @@ def _progress(line: str) -> None:
 
 async def serve(stop: asyncio.Event) -> None:
     settings = DraftSettings.load()
+    setup_logging("draft", settings.log_level)
     host = DraftHost(
         lambda: load_methods(settings, _progress),
         address=settings.address,
@@ -26,9 +29,13 @@ async def serve(stop: asyncio.Event) -> None:
         reflection=settings.reflection,
         drain_s=settings.drain_ms / 1000,
     )
-    async with host:
-        _progress(f"ready at {host.address}")
-        await stop.wait()
+    with ExitStack() as stack:
+        if settings.metrics_port:
+            registry = host.metrics.registry
+            stack.enter_context(closing(metrics_server(settings.metrics_port, registry=registry)))
+        async with host:
+            _progress(f"ready at {host.address}")
+            await stop.wait()
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from typing import Self
 
+from draft_svc.metrics import Metrics
 from draft_svc.protocol import Limits, Protocol
 from draft_svc.service import SERVICE_NAME, DraftServicer
 from draft_svc.worker import Methods, Worker
@@ -35,14 +35,13 @@ class DraftHost:
         push_address: str = "",
         reflection: bool = False,
         drain_s: float = 0.5,
-        count: Callable[[str], None] | None = None,
     ) -> None:
         self.incarnation = new_incarnation()
-        self.causes: Counter[str] = Counter()
+        self.metrics = Metrics()
         self.worker = Worker(load)
-        self.protocol = Protocol(self.worker, default_method, limits, self._count)
+        self.protocol = Protocol(self.worker, default_method, limits, self.metrics)
         self._address, self._device, self._push_address = address, device, push_address
-        self._reflection, self._drain_s, self._also_count = reflection, drain_s, count
+        self._reflection, self._drain_s = reflection, drain_s
 
     async def __aenter__(self) -> Self:
         self._host = GrpcHost(
@@ -78,11 +77,6 @@ class DraftHost:
     def address(self) -> str:
         """Where the service listens; with the real port where the settings said 0."""
         return self._host.addresses[0]
-
-    def _count(self, cause: str) -> None:
-        self.causes[cause] += 1
-        if self._also_count is not None:
-            self._also_count(cause)
 
     async def _sweep(self) -> None:
         while True:

@@ -8,16 +8,17 @@ An item is answered through the `Reply` it came with; an item that is wrong fail
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draft_svc import replies
 from draft_svc.coverage import Coverage
+from draft_svc.jobs import CloseJob, Handle, OpenJob
 from draft_svc.methods.base import MethodInfo
+from draft_svc.metrics import Metrics
 from draft_svc.requests import checked_ids, sampling_of
 from draft_svc.rounds import Rounds
 from draft_svc.sessions import Reply, Session, SessionTable
-from draft_svc.worker import CloseJob, Handle, OpenJob, Worker
+from draft_svc.worker import Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import decode_ids
 from specwire.v1 import draft_pb2, target_pb2
@@ -36,19 +37,19 @@ class Limits:
 
 @dataclass(slots=True)
 class Protocol:
-    """All sessions of one service. `count` records a cause of a dropped or refused item."""
+    """All sessions of one service."""
 
     worker: Worker
     default_method: str
     limits: Limits
-    count: Callable[[str], None]
+    metrics: Metrics
     sessions: SessionTable = field(default_factory=SessionTable)
     draining: bool = False
     rounds: Rounds = field(init=False)
 
     def __post_init__(self) -> None:
         wait_ms = self.limits.rows_wait_ms
-        self.rounds = Rounds(self.worker, self.sessions, wait_ms, self.count)
+        self.rounds = Rounds(self.worker, self.sessions, wait_ms, self.metrics)
 
     def handle(self, item: draft_pb2.DraftItem, reply: Reply) -> None:
         """Carries out one item. Never raises for what a peer sent."""
@@ -66,7 +67,7 @@ class Protocol:
                 accepted = "one of open, advance, close, heartbeat"
                 raise SpecwireError.field("item", "empty or unknown", accepted)
         except SpecwireError as error:
-            self.count(error.reason.value.lower())
+            self.metrics.event(error.reason.value.lower())
             reply(replies.refused(item, error))
 
     def _open(self, request: draft_pb2.OpenDraft, reply: Reply) -> None:
@@ -85,7 +86,7 @@ class Protocol:
         self.worker.put(open_job)
 
     def _open_again(self, session: Session, reply: Reply) -> None:
-        self.count("repeated_open")
+        self.metrics.event("repeated_open")
         session.open_reply = reply
         session.renew(_now())
         if session.opened:
@@ -147,14 +148,14 @@ class Protocol:
 
     def _opened(self, session: Session, error: SpecwireError | None) -> None:
         if not self.sessions.holds(session):
-            self.count("late_open")
+            self.metrics.event("late_open")
             return
         session.opened = True
         session.renew(_now())
         if error is None:
             session.open_reply(replies.opened(session))
             return
-        self.count(error.reason.value.lower())
+        self.metrics.event(error.reason.value.lower())
         self.end(session, "open_failed")
         session.open_reply(replies.refusal(session.key, 0, error))
 
@@ -178,7 +179,7 @@ class Protocol:
 
     def end(self, session: Session, cause: str) -> None:
         """Ends a session for good; a step that runs finishes unheard."""
-        self.count(cause)
+        self.metrics.event(cause)
         if session.step is not None and session.step.timer is not None:
             session.step.timer.cancel()
         self.sessions.remove(session)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from draft_svc.jobs import Computed
 from draft_svc.methods.base import REASON_K_LIMIT, Draft
 from draft_svc.sessions import Session, Step
-from draft_svc.worker import Computed
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from draft_svc import replies
 from draft_svc.coverage import RowsRefused
+from draft_svc.jobs import Computed, ProposeJob, UpdateJob
 from draft_svc.methods.base import (
     REASON_DEADLINE,
     REASON_K_LIMIT,
@@ -22,23 +22,22 @@ from draft_svc.methods.base import (
     Draft,
     RowBlock,
 )
+from draft_svc.metrics import Metrics
 from draft_svc.requests import checked_ids, row_block
 from draft_svc.sessions import Reply, Session, SessionTable, Step
-from draft_svc.worker import Computed, ProposeJob, UpdateJob, Worker
+from draft_svc.worker import Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import draft_pb2
 
 
 @dataclass(slots=True)
 class Rounds:
-    """Advances and rows of all sessions. `count` records a cause of a dropped item or a short
-    proposal.
-    """
+    """Advances and rows of all sessions."""
 
     worker: Worker
     sessions: SessionTable
     rows_wait_ms: int
-    count: Callable[[str], None]
+    metrics: Metrics
 
     def advance(self, request: draft_pb2.Advance, reply: Reply) -> None:
         session = self.sessions.find(request.key)
@@ -47,14 +46,14 @@ class Rounds:
         session.renew(time.monotonic())
         last = session.step
         if last is not None and request.step_id < last.step_id:
-            self.count("stale_step")
+            self.metrics.event("stale_step")
         elif last is not None and request.step_id == last.step_id:
             self._repeat(last, reply)
         else:
             self._begin(session, request, reply)
 
     def _repeat(self, step: Step, reply: Reply) -> None:
-        self.count("repeated_step")
+        self.metrics.event("repeated_step")
         step.reply = reply
         if step.answer is not None:
             reply(step.answer)
@@ -115,17 +114,19 @@ class Rounds:
 
     def _computed(self, session: Session, step: Step, computed: Computed) -> None:
         if not step.open or not self.sessions.holds(session):
-            self.count("late_proposal")
+            self.metrics.event("late_proposal")
         elif computed.error is not None:
             self._answer(session, step, replies.refusal(session.key, step.step_id, computed.error))
         else:
-            self._finish(session, step, computed.draft, computed)
+            draft, seconds = computed.draft, computed.compute_ns / 1e9
+            self.metrics.proposed(session.info.method, len(draft.ids), seconds)
+            self._finish(session, step, draft, computed)
 
     def _finish(
         self, session: Session, step: Step, draft: Draft, computed: Computed | None = None
     ) -> None:
         if draft.reason:
-            self.count(draft.reason)
+            self.metrics.event(draft.reason)
         self._answer(session, step, replies.proposal(session.key, step, draft, computed))
 
     def _answer(self, session: Session, step: Step, answer: draft_pb2.DraftReply) -> None:
@@ -147,7 +148,7 @@ class Rounds:
         try:
             self._take_rows(target_incarnation, chunk)
         except SpecwireError as error:
-            self.count(f"rows_{error.metadata.get('cause', error.reason.value.lower())}")
+            self.metrics.event(f"rows_{error.metadata.get('cause', error.reason.value.lower())}")
             ack.error.CopyFrom(error.to_item())
         return ack
 

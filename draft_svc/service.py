@@ -71,7 +71,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 outbox.put(message)
             except OutboxFull:
                 # The peer does not read. Its sessions stay; it gets a new link when it comes back.
-                self._protocol.count("outbox_full")
+                self._protocol.metrics.event("outbox_full")
                 outbox.close()
 
         try:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from draft_svc.coverage import Coverage
+from draft_svc.jobs import Handle
 from draft_svc.methods.base import MethodInfo
-from draft_svc.worker import Handle
 from specwire.v1 import common_pb2, draft_pb2
 
 Reply = Callable[[draft_pb2.DraftReply], None]

@@ -14,11 +14,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from draft_svc.methods.base import AnyMethod, Draft, MethodInfo, Request, RowBlock
-from engine.api import Sampling
+from draft_svc.jobs import Computed, Handle, Job, OpenJob, ProposeJob, UpdateJob
+from draft_svc.methods.base import AnyMethod, Draft, MethodInfo, Request
 from engine.errors import EngineError
 from engine.kv.pool import PoolStats
 from specwire.errors import Reason, SpecwireError
@@ -26,56 +24,6 @@ from specwire.errors import Reason, SpecwireError
 log = logging.getLogger(__name__)
 
 Methods = Mapping[str, AnyMethod]
-
-
-@dataclass(slots=True, eq=False)
-class Handle:
-    """The loop's name for a context; only the engine thread looks inside."""
-
-    method: str
-    context: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenJob:
-    handle: Handle
-    ids: Sequence[int]
-    sampling: Sampling
-    done: Callable[[SpecwireError | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateJob:
-    handle: Handle
-    keep: int
-    tokens: Sequence[int]
-    rows: Sequence[RowBlock]
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A finished proposal, or the error that stands for it."""
-
-    draft: Draft
-    error: SpecwireError | None
-    queue_ns: int
-    compute_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProposeJob:
-    handle: Handle
-    k: int
-    done: Callable[[Computed], None]
-    put_ns: int = field(default_factory=time.monotonic_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class CloseJob:
-    handle: Handle
-
-
-Job = OpenJob | UpdateJob | ProposeJob | CloseJob
 Result = Callable[[], None]
 
 

@@ -74,7 +74,9 @@ async def test_an_equal_step_gets_the_same_proposal_and_a_lower_one_nothing(
     again = await service.link().ask(advance_item(KEY, 3, 2, [3], 2))
     assert first == again and list(first.proposal.ids) == [20, 21]
     await link.silent(advance_item(KEY, 2, 2, [3], 2))
-    assert service.host.causes["stale_step"] == 1 and service.toy.batches == [1]
+    assert service.host.metrics.value(
+        "events", cause="stale_step"
+    ) == 1 and service.toy.batches == [1]
 
 
 async def test_a_repeat_joins_the_running_step_on_its_new_link(service: Service) -> None:
@@ -152,7 +154,9 @@ async def test_leases_end_sessions_and_heartbeats_renew_them(service: Service) -
         reply = await link.ask(draft_pb2.DraftItem(heartbeat=beat))
         assert list(reply.heartbeat_ack.unknown) == [session_key(3)]
         await asyncio.sleep(0.08)
-    assert (await service.load())[0] == 1 and service.host.causes["lease_expired"] == 1
+    assert (await service.load())[0] == 1 and service.host.metrics.value(
+        "events", cause="lease_expired"
+    ) == 1
     await service.idle()
 
 
@@ -183,7 +187,7 @@ async def test_a_close_during_a_step_frees_everything(service: Service) -> None:
     assert (await link.ask(close_item(KEY))).closed.key == KEY
     service.toy.gate.set()
     await service.idle()
-    assert service.host.causes["late_proposal"] == 1
+    assert service.host.metrics.value("events", cause="late_proposal") == 1
 
 
 async def test_sessions_that_are_ready_share_one_forward(service: Service) -> None:

@@ -69,7 +69,7 @@ async def test_rows_of_another_step_do_not_count(service: Service) -> None:
     assert reply.proposal.reason == REASON_ROWS_MISSING
     ack = await rows.push(KEY, 6, 4, [5])
     assert ack.error.reason == Reason.ROWS_REFUSED and ack.error.metadata["cause"] == "stale_step"
-    assert service.host.causes["rows_stale_step"] == 1
+    assert service.host.metrics.value("events", cause="rows_stale_step") == 1
 
 
 async def test_a_gap_is_refused_and_the_rows_may_be_sent_again(service: Service) -> None:

@@ -1,0 +1,62 @@
+"""What the event loop asks of the engine thread, and what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draft_svc.methods.base import Draft, RowBlock
+from engine.api import Sampling
+from specwire.errors import SpecwireError
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """The loop's name for a context; only the engine thread looks inside."""
+
+    method: str
+    context: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    handle: Handle
+    ids: Sequence[int]
+    sampling: Sampling
+    done: Callable[[SpecwireError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateJob:
+    handle: Handle
+    keep: int
+    tokens: Sequence[int]
+    rows: Sequence[RowBlock]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A finished proposal, or the error that stands for it."""
+
+    draft: Draft
+    error: SpecwireError | None
+    queue_ns: int
+    compute_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeJob:
+    handle: Handle
+    k: int
+    done: Callable[[Computed], None]
+    put_ns: int = field(default_factory=time.monotonic_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class CloseJob:
+    handle: Handle
+
+
+Job = OpenJob | UpdateJob | ProposeJob | CloseJob

@@ -1,0 +1,32 @@
+"""Counters of a draft service, in their own registry: two services may share a process."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from specwire.observe import counter, histogram
+
+
+class Metrics:
+    """What happened, by cause where causes differ."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._events = counter(
+            "draft_events", "Items dropped or refused, by cause", ["cause"], self.registry
+        )
+        self._proposed = counter("draft_tokens", "Tokens proposed", ["method"], self.registry)
+        self._seconds = histogram(
+            "draft_propose_seconds", "Time of one batched proposal", ["method"], self.registry
+        )
+
+    def event(self, cause: str) -> None:
+        self._events.labels(cause).inc()
+
+    def proposed(self, method: str, tokens: int, seconds: float) -> None:
+        self._proposed.labels(method).inc(tokens)
+        self._seconds.labels(method).observe(seconds)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The current value of a counter: `value("events", cause="stale_step")`."""
+        return self.registry.get_sample_value(f"specwire_draft_{name}_total", labels) or 0.0

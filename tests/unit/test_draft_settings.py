@@ -1,0 +1,38 @@
+"""Settings of the draft service: what fits together, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from draft_svc.settings import DraftSettings
+from specwire.errors import Reason, SpecwireError
+
+
+def test_defaults_host_every_method_and_the_last_is_the_default() -> None:
+    settings = DraftSettings.load([])
+    assert settings.methods == ("ngram", "dflash") and settings.chosen_default == "dflash"
+    assert settings.limits().rows_buffer_bytes == 64 * 1024 * 1024
+
+
+def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECWIRE_DRAFT_ROWS_WAIT_MS", "5")
+    monkeypatch.setenv("SPECWIRE_DRAFT_METHODS", "ngram,dflash")
+    settings = DraftSettings.load(["--methods", "ngram", "--default-method", "ngram"])
+    assert settings.methods == ("ngram",) and settings.rows_wait_ms == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--methods", "ngram,magic"], "magic"),
+        (["--methods", "ngram", "--default-method", "dflash"], "default_method"),
+        (["--ngram-min", "5", "--ngram-max", "4"], "ngram_min"),
+        (["--rows-wait-ms", "-1"], "rows_wait_ms"),
+        (["--max-draft-tokens", "0"], "max_draft_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(flags: list[str], named: str) -> None:
+    with pytest.raises(SpecwireError) as caught:
+        DraftSettings.load(flags)
+    assert caught.value.reason is Reason.SETTINGS_INVALID
+    assert named in caught.value.message
