@@ -1,0 +1,118 @@
+"""Puts the target service together: load, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from engine.api import Engine
+from specwire.rpc import new_incarnation
+from specwire.serve import GrpcHost
+from specwire.v1 import target_pb2_grpc
+from target_svc.decode import Limits
+from target_svc.features import FeatureExporter
+from target_svc.info import info_response
+from target_svc.intake import Intake
+from target_svc.metrics import Metrics
+from target_svc.scheduler import Scheduler
+from target_svc.service import SERVICE_NAME, Hosted, TargetServicer
+from target_svc.settings import TargetSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine and the tokenizer document that clients fetch."""
+
+    engine: Engine
+    tokenizer: bytes
+    tokenizer_hash: str = ""
+
+    @property
+    def document_hash(self) -> str:
+        return self.tokenizer_hash or hashlib.sha256(self.tokenizer).hexdigest()
+
+
+class TargetApp:
+    """One target process. `start` returns when it serves; `stop` drains and ends it."""
+
+    def __init__(self, settings: TargetSettings, load: Callable[[TargetSettings], Loaded]) -> None:
+        self.settings, self._load = settings, load
+        self.metrics = Metrics()
+        self.incarnation = new_incarnation()
+        self.engine_down = asyncio.Event()
+        # The engine is loaded on the thread that will run it: threads of its kernels belong to it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._servicer = TargetServicer(self.incarnation, self.metrics)
+        self._host = GrpcHost(
+            address=settings.address,
+            services=[SERVICE_NAME],
+            link=True,
+            reflection=settings.reflection,
+        )
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, self._host.server)
+        self._exporter = FeatureExporter(settings, self.incarnation, self.metrics)
+        self._intake: Intake | None = None
+        self._loop_task: asyncio.Task[None] | None = None
+        self.scheduler: Scheduler | None = None
+
+    @property
+    def address(self) -> str:
+        return self._host.addresses[0]
+
+    async def start(self) -> None:
+        await self._host.start()
+        log.info("loading %s", self.settings.model)
+        before = time.monotonic()
+        loop = asyncio.get_running_loop()
+        loaded = await loop.run_in_executor(self._thread, self._load, self.settings)
+        self._assemble(loaded)
+        await self._host.set_serving(True)
+        log.info("ready in %.1f s on %s", time.monotonic() - before, self.address)
+
+    def _assemble(self, loaded: Loaded) -> None:
+        engine, settings = loaded.engine, self.settings
+        self.scheduler = Scheduler(
+            engine, self._thread, settings, self.metrics, self.engine_down.set
+        )
+        limits = Limits.of(engine.info, settings)
+        self._intake = Intake(
+            self.scheduler, self._exporter, limits, settings.row_history_tokens, self.metrics
+        )
+        info = info_response(engine, settings, self.incarnation, loaded.document_hash)
+        self._servicer.hosted = Hosted(info, loaded.tokenizer, self._intake, self.scheduler.load)
+        self._loop_task = asyncio.ensure_future(self.scheduler.run())
+
+    async def wait(self, stop: asyncio.Event) -> None:
+        """Until somebody stops the service, its engine is given up, or the step loop fails."""
+        assert self._loop_task is not None
+        waits = [asyncio.ensure_future(e.wait()) for e in (stop, self.engine_down)]
+        try:
+            await asyncio.wait([*waits, self._loop_task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        if self._loop_task.done():
+            self._loop_task.result()
+
+    async def stop(self) -> None:
+        """Takes no new sessions, lets the running ones end within `drain_ms`, closes everything."""
+        if self._intake is not None:
+            self._intake.draining = True
+        await self._host.set_serving(False)
+        if self.scheduler is not None and not self.engine_down.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.scheduler.idle.wait(), self.settings.drain_ms / 1000)
+        await self._host.drain(0)
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.wait([self._loop_task])
+        await self._exporter.close()
+        self._thread.shutdown()

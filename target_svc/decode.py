@@ -1,0 +1,148 @@
+"""Items from the wire into checked values. What a client gets wrong is refused by field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine import api
+from specwire.errors import Reason, SpecwireError
+from specwire.rpc import decode_ids
+from specwire.v1 import common_pb2, target_pb2
+from target_svc.sessions import Key, OpenSpec
+from target_svc.settings import TargetSettings
+
+_UINT64 = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the loaded engine and the settings accept."""
+
+    vocab_size: int
+    hidden_size: int
+    layer_count: int
+    max_length: int
+    eos_ids: frozenset[int]
+    max_draft_tokens: int
+    exact_default: bool
+    lease_ms: int
+
+    @classmethod
+    def of(cls, info: api.ModelInfo, settings: TargetSettings) -> Limits:
+        return cls(
+            vocab_size=info.vocab_size,
+            hidden_size=info.hidden_size,
+            layer_count=info.layer_count,
+            max_length=info.max_length,
+            eos_ids=frozenset(info.eos_token_ids),
+            max_draft_tokens=settings.max_draft_tokens,
+            exact_default=settings.exactness == "exact",
+            lease_ms=settings.lease_ms,
+        )
+
+
+def key_of(key: common_pb2.SessionKey) -> Key:
+    if not key.coordinator:
+        raise SpecwireError.field("key.coordinator", 0, "a nonzero incarnation")
+    return Key(key.coordinator, key.session_id, key.generation)
+
+
+def key_to_wire(key: Key) -> common_pb2.SessionKey:
+    return common_pb2.SessionKey(
+        coordinator=key.coordinator, session_id=key.session_id, generation=key.generation
+    )
+
+
+def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
+    ids = _prompt(request, limits)
+    if not request.max_new_tokens:
+        raise SpecwireError.field("max_new_tokens", request.max_new_tokens, "1 or more")
+    if request.prompt_len > len(ids):
+        accepted = f"0 (all) to {len(ids)}, the number of ids"
+        raise SpecwireError.field("prompt_len", request.prompt_len, accepted)
+    if request.rows_from > len(ids):
+        accepted = f"0 to {len(ids)}, the number of ids"
+        raise SpecwireError.field("rows_from", request.rows_from, accepted)
+    stop_ids = frozenset(request.stop_token_ids)
+    return OpenSpec(
+        ids=ids,
+        prompt_len=request.prompt_len or len(ids),
+        limit_len=min(len(ids) + request.max_new_tokens, limits.max_length),
+        sampling=_sampling(request.sampling),
+        stop_ids=stop_ids if request.ignore_eos else stop_ids | limits.eos_ids,
+        exact=_exact(request.exactness, limits),
+        margins=request.report_margins,
+        taps=_taps(request.push_to.format, limits) if request.HasField("push_to") else (),
+        rows_from=request.rows_from,
+        lease_s=(request.lease_ms or limits.lease_ms) / 1000,
+        free_run=request.free_run,
+    )
+
+
+def _prompt(request: target_pb2.OpenTarget, limits: Limits) -> tuple[int, ...]:
+    ids = tuple(decode_ids(request.ids))
+    if not ids:
+        raise SpecwireError.field("ids", "empty", "at least one token id")
+    if len(ids) >= limits.max_length:
+        accepted = f"fewer than {limits.max_length} tokens, the target's maximum length"
+        raise SpecwireError.field("ids", f"{len(ids)} tokens", accepted, Reason.PROMPT_TOO_LONG)
+    if max(ids) >= limits.vocab_size:
+        accepted = f"ids below {limits.vocab_size}, the vocabulary size"
+        raise SpecwireError.field("ids", max(ids), accepted, Reason.VOCAB_RANGE)
+    return ids
+
+
+def _sampling(message: common_pb2.Sampling) -> api.Sampling:
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise SpecwireError.field("sampling.temperature", temperature, "a finite number >= 0")
+    if not 0 < top_p <= 1:
+        raise SpecwireError.field("sampling.top_p", top_p, "more than 0, at most 1")
+    if temperature > 0 and not message.HasField("seed"):
+        # Drawn here it would differ after a re-open, and the text with it.
+        raise SpecwireError.field("sampling.seed", "absent", "a seed, unless the temperature is 0")
+    return api.Sampling(
+        temperature=temperature,
+        top_k=message.top_k,
+        top_p=top_p,
+        seed=message.seed % _UINT64,
+        choice=message.choice,
+    )
+
+
+def _exact(value: int, limits: Limits) -> bool:
+    if value == common_pb2.EXACTNESS_UNSPECIFIED:
+        return limits.exact_default
+    if value not in (common_pb2.EXACTNESS_EXACT, common_pb2.EXACTNESS_FAST):
+        raise SpecwireError.field("exactness", value, "EXACT (1) or FAST (2)")
+    return value == common_pb2.EXACTNESS_EXACT
+
+
+def _taps(row_format: common_pb2.RowFormat, limits: Limits) -> tuple[int, ...]:
+    """The tap layers, when the draft and this target mean the same by a row."""
+    taps = tuple(row_format.tap_ids)
+    rules: list[tuple[str, object, bool, str]] = [
+        ("encoding", row_format.encoding, row_format.encoding == 1, "TAPS (1)"),
+        ("convention", row_format.convention, row_format.convention == 1, "OUTPUT_OF_LAYER (1)"),
+        ("dtype", row_format.dtype, row_format.dtype == common_pb2.D_TYPE_BFLOAT16, "BFLOAT16 (3)"),
+        (
+            "tap_ids",
+            list(taps),
+            bool(taps) and list(taps) == sorted(set(taps)) and taps[-1] < limits.layer_count,
+            f"rising layer ids below {limits.layer_count}",
+        ),
+        (
+            "width",
+            row_format.width,
+            row_format.width == len(taps) * limits.hidden_size,
+            f"{len(taps) * limits.hidden_size} ({len(taps)} taps of {limits.hidden_size})",
+        ),
+    ]
+    for name, value, fits, accepted in rules:
+        if not fits:
+            raise SpecwireError.field(
+                f"push_to.format.{name}", value, accepted, Reason.ROWS_REFUSED
+            )
+    return taps

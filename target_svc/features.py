@@ -1,0 +1,214 @@
+"""Row export: one `PushFeatures` stream for each draft.
+
+Rows may be dropped, but never hold up a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from typing import Any
+
+import grpc
+
+from specwire.errors import Reason, SpecwireError
+from specwire.rpc import channel_options
+from specwire.tensors import Rows, chunk_rows, rows_to_bytes
+from specwire.v1 import draft_pb2, draft_pb2_grpc
+from target_svc.decode import key_to_wire
+from target_svc.metrics import Metrics
+from target_svc.sessions import Key
+from target_svc.settings import TargetSettings
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S = (0.1, 2.0)
+
+
+class FeatureExporter:
+    """The streams by address. An idle one stays open until its place is needed."""
+
+    def __init__(self, settings: TargetSettings, incarnation: int, metrics: Metrics) -> None:
+        self._settings, self._incarnation, self._metrics = settings, incarnation, metrics
+        self._streams: OrderedDict[str, PushStream] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def open(self, address: str, key: Key) -> SessionRows:
+        """Where one session's rows go. Refuses addresses that the settings do not allow."""
+        if not _allowed(address, self._settings.push_allow):
+            accepted = "an address that the target's setting push_allow names"
+            raise SpecwireError.field(
+                "push_to.address", address, accepted, Reason.PUSH_ADDRESS_REFUSED
+            )
+        stream = self._streams.get(address)
+        if stream is None:
+            self._make_place()
+            stream = PushStream(address, self._settings, self._incarnation, self._metrics)
+            self._streams[address] = stream
+        self._streams.move_to_end(address)
+        return SessionRows(stream, key)
+
+    def _make_place(self) -> None:
+        if len(self._streams) < self._settings.push_max_streams:
+            return
+        idle = next((address for address, s in self._streams.items() if not s.users), None)
+        if idle is None:
+            limit = self._settings.push_max_streams
+            raise SpecwireError(
+                Reason.ROWS_REFUSED, f"rows already go to {limit} draft addresses, the limit"
+            )
+        task = asyncio.ensure_future(self._streams.pop(idle).close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            await stream.close()
+        self._streams.clear()
+        await asyncio.gather(*self._closing)
+
+
+def _allowed(address: str, patterns: tuple[str, ...]) -> bool:
+    """Only `unix:` paths and `host:port` pass at all: a star must not swallow a second host."""
+    if not address.startswith("unix:"):
+        host, _, port = address.rpartition(":")
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host.replace(":", "/")
+        if not (port.isascii() and port.isdigit()) or not bare or set(bare) & set("/,% "):
+            return False
+    return any(fnmatchcase(address, pattern) for pattern in patterns)
+
+
+class SessionRows:
+    """The row sink of one session."""
+
+    def __init__(self, stream: PushStream, key: Key) -> None:
+        self._stream, self._key = stream, key_to_wire(key)
+        stream.attach()
+
+    def push(self, step_id: int, start: int, rows: Rows) -> None:
+        for offset, part in chunk_rows(rows):
+            chunk = draft_pb2.FeatureChunk(
+                key=self._key,
+                step_id=step_id,
+                start=start + offset,
+                count=len(part),
+                rows=rows_to_bytes(part),
+            )
+            self._stream.put(chunk)
+
+    def release(self) -> None:
+        self._stream.detach()
+
+
+class PushStream:
+    """Sends chunks in order while the draft gives credit, and connects again after a break."""
+
+    def __init__(
+        self, address: str, settings: TargetSettings, incarnation: int, metrics: Metrics
+    ) -> None:
+        self._address, self._incarnation, self._metrics = address, incarnation, metrics
+        self._queue_bytes, self._window = settings.push_queue_bytes, settings.push_window_bytes
+        self._queue: deque[draft_pb2.FeatureChunk] = deque()
+        self._queued = 0
+        self._in_flight = 0
+        self._changed = asyncio.Event()
+        self.users = 0
+        self._task = asyncio.ensure_future(self._run())
+
+    def attach(self) -> None:
+        self.users += 1
+        self._changed.set()
+
+    def detach(self) -> None:
+        self.users -= 1
+
+    def put(self, chunk: draft_pb2.FeatureChunk) -> None:
+        if self._queued + len(chunk.rows) > self._queue_bytes:
+            self._metrics.rows("overflow", len(chunk.rows))
+            return
+        self._queue.append(chunk)
+        self._queued += len(chunk.rows)
+        self._changed.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        delay, longest = _BACKOFF_S
+        async with grpc.aio.insecure_channel(
+            self._address, options=channel_options(link=True)
+        ) as channel:
+            while True:
+                while not self._queue and not self.users:
+                    await self._wait()
+                worked = await self._connection(draft_pb2_grpc.DraftServiceStub(channel))
+                delay = _BACKOFF_S[0] if worked else min(delay * 2, longest)
+                await asyncio.sleep(delay)
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _connection(self, stub: Any) -> bool:
+        """One stream until it breaks; whether the draft ever answered on it.
+
+        What was on its way is lost.
+        """
+        call = stub.PushFeatures()
+        self._in_flight = 0
+        answered = asyncio.Event()
+        tasks = [
+            asyncio.ensure_future(self._write(call)),
+            asyncio.ensure_future(self._read(call, answered)),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            call.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, (grpc.RpcError, asyncio.InvalidStateError)):
+                log.debug("the row stream to %s broke: %s", self._address, outcome)
+            elif isinstance(outcome, Exception):
+                raise outcome
+        self._metrics.rows("lost", self._in_flight)
+        return answered.is_set()
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            while not self._queue or not self._has_credit(len(self._queue[0].rows)):
+                await self._wait()
+            chunk = self._queue.popleft()
+            self._queued -= len(chunk.rows)
+            self._in_flight += len(chunk.rows)
+            await call.write(
+                draft_pb2.PushFeaturesRequest(target_incarnation=self._incarnation, chunks=[chunk])
+            )
+            self._metrics.rows("sent", len(chunk.rows))
+
+    def _has_credit(self, size: int) -> bool:
+        return self._in_flight == 0 or self._in_flight + size <= self._window
+
+    async def _read(self, call: Any, answered: asyncio.Event) -> None:
+        async for response in call:
+            answered.set()
+            for ack in response.acks:
+                self._in_flight = max(0, self._in_flight - ack.credit_bytes)
+                if ack.HasField("error"):
+                    self._metrics.dropped("rows_" + _cause(ack.error.reason))
+            self._changed.set()
+
+
+def _cause(reason: str) -> str:
+    """A reason as a metric label; a peer must not be able to make up labels."""
+    try:
+        return Reason(reason).lower()
+    except ValueError:
+        return "other"

@@ -1,0 +1,60 @@
+"""Counters of the target service, in a registry of their own: a process may hold two services."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from specwire.observe import counter, histogram
+
+_ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """What happened, by cause where causes differ."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._dropped = self._counter("dropped", "Items and draft ids not used", ["cause"])
+        self._refused = self._counter("refused", "Items answered with an error", ["reason"])
+        self._tokens = self._counter("tokens", "Tokens committed", ["source"])
+        self._rows = self._counter("row_bytes", "Bytes of hidden-state rows", ["outcome"])
+        self._verdicts = self._counter("verdicts", "Steps answered", ["kind"])
+        self._failures = self._counter("engine_failures", "Engine steps that raised", [])
+        self._items = Histogram(
+            "specwire_target_step_items",
+            "Sessions in one engine step",
+            buckets=_ITEMS,
+            registry=self.registry,
+        )
+        self._step = histogram(
+            "target_step_seconds", "Time of one engine step", registry=self.registry
+        )
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return counter(f"target_{name}", text, labels, registry=self.registry)
+
+    def dropped(self, cause: str, count: int = 1) -> None:
+        self._dropped.labels(cause).inc(count)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
+
+    def step(self, items: int, seconds: float) -> None:
+        self._items.observe(items)
+        self._step.observe(seconds)
+
+    def verdict(self, kind: str, accepted: int, tokens: int) -> None:
+        self._verdicts.labels(kind).inc()
+        self._tokens.labels("draft").inc(accepted)
+        self._tokens.labels("target").inc(tokens - accepted)
+
+    def rows(self, outcome: str, size: int) -> None:
+        """`outcome` is sent, overflow, lost (the stream broke) or refused (by the draft)."""
+        self._rows.labels(outcome).inc(size)
+
+    def engine_failure(self) -> None:
+        self._failures.inc()
+
+    def value(self, name: str, **labels: str) -> float:
+        """The current value of a counter: `value("dropped", cause="stale_step")`."""
+        return self.registry.get_sample_value(f"specwire_target_{name}_total", labels) or 0.0

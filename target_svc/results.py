@@ -1,0 +1,83 @@
+"""What an engine's answer does to a session: committed tokens, pages, rows, the verdict."""
+
+from __future__ import annotations
+
+from engine.api import Item, ItemResult
+from specwire.tensors import Rows
+from specwire.v1 import common_pb2, target_pb2
+from target_svc.decode import key_to_wire
+from target_svc.outcome import trim
+from target_svc.sessions import Session, Step
+
+
+def end_chunk(session: Session, item: Item, rows: Rows | None) -> None:
+    """A prompt chunk with more to come."""
+    session.prefilled += len(item.ids)
+    _send_rows(session, 0, item.start, rows)
+
+
+def commit(
+    session: Session, step: Step, item: Item, result: ItemResult, rows: Rows | None
+) -> target_pb2.Verdict:
+    """Keeps what stop ids and limits allow. The rows leave before the verdict does."""
+    base, opening = len(session.ids), session.opening
+    kept = trim(result.tokens, result.accepted, session.spec.stop_ids, session.remaining)
+    session.ids.extend(kept.tokens)
+    new_len = len(session.ids)
+    assert session.table is not None
+    session.table.truncate(new_len - 1)
+    session.prefilled = len(session.spec.ids)
+    # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
+    _send_rows(session, step.step_id, item.start, rows, end=new_len - 1)
+    rows_start = session.spec.rows_from if opening else base - 1
+    session.finished = bool(kept.finish)
+    session.done_step = step.step_id
+    session.verdict = target_pb2.Verdict(
+        key=key_to_wire(session.key),
+        step_id=step.step_id,
+        base_len=base,
+        accepted=kept.accepted,
+        tokens=kept.tokens,
+        new_len=new_len,
+        finish=kept.finish,
+        timings=_timings(step),
+        margins=result.margins[: len(kept.tokens)] if session.spec.margins else (),
+        rows_start=rows_start if session.sink is not None else 0,
+        rows_count=new_len - 1 - rows_start if session.sink is not None else 0,
+        width=step.width,
+    )
+    return session.verdict
+
+
+def free_step(session: Session, after: Step, now: float) -> Step:
+    """The next step of a free run: one token, unasked."""
+    return Step(
+        step_id=after.step_id + 1,
+        base_len=len(session.ids),
+        draft=[],
+        free_run=after.free_run - 1,
+        deadline=after.deadline,
+        received=now,
+        asked=False,
+    )
+
+
+def _send_rows(
+    session: Session, step_id: int, start: int, rows: Rows | None, end: int | None = None
+) -> None:
+    """Keeps and pushes the rows of [start, end), except those that the draft already has."""
+    if session.sink is None or rows is None:
+        return
+    skip = max(0, session.spec.rows_from - start) if session.opening else 0
+    wanted = rows[skip : None if end is None else end - start]
+    if len(wanted):
+        session.history.add(start + skip, wanted)
+        session.sink.push(step_id, start + skip, wanted)
+
+
+def _timings(step: Step) -> common_pb2.Timings:
+    started = step.received if step.started is None else step.started
+    return common_pb2.Timings(
+        queue_ns=int(max(0.0, started - step.received) * 1e9),
+        compute_ns=int(step.compute_s * 1e9),
+    )

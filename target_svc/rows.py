@@ -1,0 +1,73 @@
+"""Hidden-state rows of one session: out of the engine, the recent ones, and where they go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from engine.api import ItemResult
+from specwire.tensors import Rows
+
+
+def rows_of(result: ItemResult) -> Rows | None:
+    """The result's rows, bits unchanged: numpy has no bfloat16, so they are viewed as uint16."""
+    if result.rows is None:
+        return None
+    rows: Rows = result.rows.contiguous().view(torch.uint16).numpy()
+    return rows
+
+
+class RowSink(Protocol):
+    """Takes the rows of one session to its draft; never blocks, and drops what does not fit."""
+
+    def push(self, step_id: int, start: int, rows: Rows) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class RowHistory:
+    """The latest rows of a session in order of position, without gaps, at most `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._parts: deque[tuple[int, Rows]] = deque()
+
+    @property
+    def end(self) -> int:
+        """Position after the last row; 0 when there are none."""
+        if not self._parts:
+            return 0
+        start, rows = self._parts[-1]
+        return start + len(rows)
+
+    def add(self, start: int, rows: Rows) -> None:
+        """Appends rows; rows that do not continue the kept ones replace them."""
+        if start != self.end:
+            self._parts.clear()
+        self._parts.append((start, rows[-self._limit :] if self._limit else rows[:0]))
+        if len(rows) > self._limit:
+            self._parts[-1] = (start + len(rows) - self._limit, self._parts[-1][1])
+        while self._parts and self.end - self._first_end() >= self._limit:
+            self._parts.popleft()
+
+    def _first_end(self) -> int:
+        start, rows = self._parts[0]
+        return start + len(rows)
+
+    def truncate(self, length: int) -> None:
+        """Forgets rows of positions from `length` on."""
+        while self._parts and self._parts[-1][0] >= length:
+            self._parts.pop()
+        if self._parts and self.end > length:
+            start, rows = self._parts.pop()
+            self._parts.append((start, rows[: length - start]))
+
+    def since(self, position: int) -> Iterator[tuple[int, Rows]]:
+        """The kept rows from `position` on, as (start, rows)."""
+        for start, rows in self._parts:
+            skip = max(0, position - start)
+            if skip < len(rows):
+                yield start + skip, rows[skip:]

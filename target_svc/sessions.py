@@ -1,0 +1,161 @@
+"""Sessions: who they are, what they have committed, which step they wait for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from engine.api import Sampling
+from engine.kv.pool import PageTable
+from specwire.v1 import target_pb2
+from target_svc.rows import RowHistory, RowSink
+
+# Closed names are remembered for a while, so that a late duplicate of an Open revives nothing.
+_CLOSED_KEPT = 4096
+
+
+class Key(NamedTuple):
+    coordinator: int
+    session_id: int
+    generation: int
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """What stays the same when a session is opened again."""
+        return self.coordinator, self.session_id
+
+
+class Link(Protocol):
+    """The stream that a session's replies go to: always the one its latest item came from."""
+
+    def send(self, reply: target_pb2.TargetReply) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSpec:
+    """A validated `OpenTarget`. `limit_len` is the committed length at which the session ends."""
+
+    ids: tuple[int, ...]
+    prompt_len: int
+    limit_len: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    exact: bool
+    margins: bool
+    taps: tuple[int, ...]
+    rows_from: int
+    lease_s: float
+    free_run: int
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of a session, waiting or running. Times are in seconds of the event loop's clock."""
+
+    step_id: int
+    base_len: int
+    draft: list[int]
+    free_run: int
+    deadline: float | None
+    received: float
+    # False for the steps of a free run: nobody asked for them, so they renew no lease.
+    asked: bool = True
+    started: float | None = None
+    compute_s: float = 0.0
+    width: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """`ids` are the committed tokens; KV exists for all but the last one.
+
+    Before step 0 ends, KV exists for the first `prefilled` of them.
+    """
+
+    key: Key
+    spec: OpenSpec
+    link: Link
+    ids: list[int]
+    history: RowHistory
+    lease_s: float
+    lease_until: float
+    sink: RowSink | None = None
+    table: PageTable | None = None
+    prefilled: int = 0
+    # Id and answer of the latest finished step.
+    done_step: int = -1
+    verdict: target_pb2.Verdict | None = None
+    # The step that waits for the engine or runs in it, and the one that came meanwhile.
+    step: Step | None = None
+    next: Step | None = None
+    running: bool = False
+    finished: bool = False
+    closed: bool = False
+
+    @property
+    def opening(self) -> bool:
+        return self.done_step < 0
+
+    @property
+    def kv_len(self) -> int:
+        return self.prefilled if self.opening else len(self.ids) - 1
+
+    @property
+    def remaining(self) -> int:
+        return self.spec.limit_len - len(self.ids)
+
+    def renew(self, now: float, lease_s: float = 0.0) -> None:
+        """A lease is only ever extended, except where its length is named anew."""
+        self.lease_s = lease_s or self.lease_s
+        self.lease_until = now + self.lease_s
+
+    def truncate(self, length: int) -> None:
+        """Back to `length` committed tokens; the anchor's KV and rows go too."""
+        assert self.table is not None and not self.running and 0 < length <= len(self.ids)
+        del self.ids[length:]
+        self.table.truncate(length - 1)
+        self.history.truncate(length - 1)
+        self.finished = False
+
+
+@dataclass(slots=True)
+class SessionTable:
+    """Live sessions by name; for each name at most one generation is alive."""
+
+    _live: dict[tuple[int, int], Session] = field(default_factory=dict)
+    _closed: OrderedDict[tuple[int, int], int] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._live.values()))
+
+    def named(self, key: Key) -> Session | None:
+        """The live session with this name, whatever its generation."""
+        return self._live.get(key.name)
+
+    def get(self, key: Key) -> Session | None:
+        found = self._live.get(key.name)
+        return found if found is not None and found.key == key else None
+
+    def was_closed(self, key: Key) -> bool:
+        """Whether this generation, or a newer one, was closed by its opener."""
+        return self._closed.get(key.name, -1) >= key.generation
+
+    def add(self, session: Session) -> None:
+        assert session.key.name not in self._live
+        self._live[session.key.name] = session
+
+    def remove(self, session: Session) -> None:
+        session.closed = True
+        if self._live.get(session.key.name) is session:
+            del self._live[session.key.name]
+
+    def remember_closed(self, key: Key) -> None:
+        generation = max(key.generation, self._closed.pop(key.name, 0))
+        self._closed[key.name] = generation
+        while len(self._closed) > _CLOSED_KEPT:
+            self._closed.popitem(last=False)

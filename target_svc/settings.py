@@ -1,0 +1,70 @@
+"""Settings of the target service: one frozen object, built once at start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from specwire.settings import ServiceSettings
+
+
+class TargetSettings(ServiceSettings):
+    """The target service: owns a model and its KV pages, draws every token, exports rows."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECWIRE_TARGET_")
+
+    address: str = Field("unix:/tmp/specwire-target.sock", description="where to listen")
+    model: str = Field("default", description="a directory, a .gguf file, or `default`")
+    dtype: str = Field("auto", description="dtype of the weights")
+    kv_dtype: str = Field("auto", description="dtype of the KV cache")
+    device: str = Field("auto", description="cpu or cuda")
+    attention_backend: str | None = Field(
+        None, description="attention backend by name; refused, never replaced, when it does not fit"
+    )
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="native C kernels, or torch's"
+    )
+    threads: int = Field(0, ge=0, le=1024, description="threads of the engine; 0: as many as cores")
+    max_length: int | None = Field(
+        None, ge=2, description="longest session in tokens; unset: the model's own limit"
+    )
+    page_tokens: int = Field(16, ge=1, le=4096, description="tokens of one KV page")
+    kv_pages: int | None = Field(None, ge=1, description="KV pages; unset: from kv_memory_mb")
+    kv_memory_mb: int = Field(1024, ge=1, description="memory of the KV cache in MiB")
+    exactness: Literal["exact", "fast"] = Field(
+        "exact", description="what a session gets that does not say"
+    )
+    max_draft_tokens: int = Field(7, ge=0, le=64, description="most draft ids of a verify step")
+    prefill_chunk_tokens: int = Field(
+        256, ge=1, description="prompt tokens that one step runs beside the verify blocks"
+    )
+    max_waiting: int = Field(256, ge=0, description="sessions that may wait for KV pages")
+    lease_ms: int = Field(
+        10_000,
+        ge=100,
+        description="life of a session without traffic, unless its opener names one",
+    )
+    push_allow: tuple[str, ...] = Field(
+        ("unix:*", "localhost:*", "127.0.0.1:*", "[::1]:*"),
+        description="draft addresses that rows may be sent to, as shell patterns",
+    )
+    push_max_streams: int = Field(16, ge=1, description="draft addresses with open row streams")
+    push_queue_bytes: int = Field(
+        64 * 1024 * 1024,
+        ge=1024,
+        description="rows waiting for one draft; more are dropped",
+    )
+    push_window_bytes: int = Field(
+        32 * 1024 * 1024, ge=1024, description="rows in flight to one draft before it gives credit"
+    )
+    row_history_tokens: int = Field(
+        512, ge=0, description="recent rows kept for each session, to send them again"
+    )
+    drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
+    reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus metrics; 0: off")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="what is logged"
+    )

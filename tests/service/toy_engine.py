@@ -1,0 +1,128 @@
+"""A deterministic engine without a model: each token and each row is a hash of the last few ids.
+
+It remembers the ids that it ran by page, so KV that is missing or belongs to another session shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from engine.api import Item, ItemResult, ModelInfo
+from engine.attention.report import AttentionReport, Candidate
+from engine.kv.pool import PagePool, PageTable, PoolStats
+
+VOCAB, HIDDEN, LAYERS = 1000, 8, 4
+EOS = 999
+
+
+def next_token(prefix: Sequence[int], seed: int = 0) -> int:
+    """The toy model: the same prefix and seed give the same token; never EOS by itself."""
+    text = ",".join(map(str, [*prefix[-4:], len(prefix), seed]))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") % EOS
+
+
+def continuation(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(ids, seed))
+    return ids[len(prompt) :]
+
+
+def row(prefix: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
+    """The row of the last token of `prefix`, width len(taps) * HIDDEN."""
+    generator = torch.Generator().manual_seed(hash((tuple(prefix[-4:]), len(prefix))) % 2**62)
+    values = torch.randn(LAYERS, HIDDEN, generator=generator)
+    return values[list(taps)].reshape(-1).to(torch.bfloat16)
+
+
+class ToyEngine:
+    """Implements `engine.api.Engine`. `step_s` slows each step; a cleared `gate` holds them."""
+
+    def __init__(
+        self,
+        pages: int = 64,
+        page_tokens: int = 16,
+        max_length: int = 512,
+        step_s: float = 0.0,
+        rows_independent: bool = True,
+        block: int = 8,
+        chunk: int = 32,
+    ) -> None:
+        self.pool = PagePool(pages, page_tokens)
+        self.info = ModelInfo(
+            "toy", "toy-fp", "toy-cpu", VOCAB, HIDDEN, LAYERS, max_length, (EOS,), "cpu", "bfloat16"
+        )
+        self.attention = AttentionReport(
+            "",
+            "auto",
+            "TOY",
+            (Candidate("TOY"), Candidate("X", ("no",))),
+            "fp32",
+            64,
+            page_tokens,
+        )
+        self.rows_independent = rows_independent
+        self.step_s, self.block, self.chunk = step_s, block, chunk
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.fail_steps = 0
+        # What each step ran: (start, ids, draws) of its items.
+        self.log: list[list[tuple[int, tuple[int, ...], int]]] = []
+        # Tokens forced at an absolute position, to place stop ids.
+        self.forced: dict[int, int] = {}
+        self._kv: dict[int, list[int]] = {}
+
+    def allocate(self, length: int) -> PageTable:
+        return self.pool.allocate(length)
+
+    def block_limit(self, start: int, exact: bool) -> int:
+        return self.block if exact else 64
+
+    def chunk_limit(self, start: int, exact: bool) -> int:
+        return self.chunk - start % self.chunk if exact else 4096
+
+    def stats(self) -> PoolStats:
+        return self.pool.stats()
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+
+    def step(self, items: Sequence[Item]) -> list[ItemResult]:
+        self.entered.set()
+        self.gate.wait()
+        if self.step_s:
+            time.sleep(self.step_s)
+        if self.fail_steps:
+            self.fail_steps -= 1
+            raise RuntimeError("toy failure")
+        self.log.append([(item.start, tuple(item.ids), item.draws) for item in items])
+        return [self._run(item) for item in items]
+
+    def _run(self, item: Item) -> ItemResult:
+        assert item.table.length == item.start, "the item does not continue the KV"
+        assert item.start + len(item.ids) <= item.table.capacity
+        assert all(0 <= i < VOCAB for i in item.ids)
+        kv = self._kv.setdefault(item.table.pages[0], [])
+        kv[item.start :] = item.ids
+        drafts = list(item.ids[len(item.ids) - item.draws + 1 :]) if item.draws else []
+        first = len(kv) - len(drafts)
+        tokens: list[int] = []
+        for i in range(item.draws):
+            prefix = kv[: first + i]
+            tokens.append(self.forced.get(len(prefix), next_token(prefix, item.sampling.seed)))
+            if i < len(drafts) and drafts[i] != tokens[-1]:
+                break
+        accepted = max(0, len(tokens) - 1)
+        valid = len(kv) - len(drafts) + accepted
+        item.table.length = valid
+        rows = None
+        if item.taps:
+            rows = torch.stack([row(kv[: p + 1], item.taps) for p in range(item.start, valid)])
+        margins = tuple(0.5 for _ in tokens) if item.margins else ()
+        return ItemResult(tuple(tokens), accepted, rows, margins, len(item.ids))
