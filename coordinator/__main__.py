@@ -1,0 +1,28 @@
+"""`python -m coordinator`: the coordinator alone. `--help` lists every setting."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from coordinator.host import CoordinatorHost
+from coordinator.settings import CoordinatorSettings
+from specwire.observe import metrics_server, setup_logging
+from specwire.serve import run_service
+
+
+async def serve(stop: asyncio.Event) -> None:
+    settings = CoordinatorSettings.load()
+    setup_logging("coordinator", settings.log_level)
+    metrics = metrics_server(settings.metrics_port) if settings.metrics_port else None
+    try:
+        async with CoordinatorHost(settings) as host:
+            print(f"coordinator: listening at {host.address}", file=sys.stderr, flush=True)
+            await stop.wait()
+    finally:
+        if metrics is not None:
+            metrics.close()
+
+
+if __name__ == "__main__":
+    run_service(serve)

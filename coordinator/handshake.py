@@ -1,0 +1,89 @@
+"""Which workers fit together: comparisons of what they say of themselves, before the first token.
+
+Both values stand in every refusal. Backends, dtypes of weights and devices are never compared: they
+are each service's own.
+"""
+
+from __future__ import annotations
+
+from specwire.errors import Reason, SpecwireError
+from specwire.rpc import PROTOCOL_MAJOR
+from specwire.v1 import common_pb2, draft_pb2, target_pb2
+
+
+def check_worker(role: str, worker: common_pb2.WorkerInfo) -> None:
+    if worker.protocol_major != PROTOCOL_MAJOR:
+        theirs = worker.protocol_major
+        text = f"protocol: the {role} speaks major {theirs}, this coordinator {PROTOCOL_MAJOR}"
+        raise SpecwireError(Reason.MODEL_MISMATCH, text)
+    if not worker.incarnation:
+        text = f"the {role} names no incarnation (0); accepted: a nonzero number"
+        raise SpecwireError(Reason.MODEL_MISMATCH, text)
+
+
+def check_target(info: target_pb2.TargetServiceGetInfoResponse) -> None:
+    check_worker("target", info.worker)
+    if info.drive == target_pb2.TargetServiceGetInfoResponse.DRIVE_ENGINE:
+        text = (
+            "drive: the target drives its own loop (ENGINE), this coordinator drives (COORDINATOR)"
+        )
+        raise SpecwireError(Reason.UNSUPPORTED, text)
+    if not info.model.vocab_size or not info.model.max_length_tokens:
+        text = "the target names no vocabulary size or maximum length"
+        raise SpecwireError(Reason.MODEL_MISMATCH, text)
+
+
+def check_drafter(
+    target: target_pb2.TargetServiceGetInfoResponse, drafter: draft_pb2.DrafterInfo
+) -> None:
+    """Raises MODEL_MISMATCH for a drafter made for another target. Zero and empty mean: any."""
+    model = target.model
+    pairs: list[tuple[str, object, object]] = [
+        ("hidden size", drafter.target_hidden_size, model.hidden_size),
+        ("layer count", drafter.target_layer_count, model.layer_count),
+        ("vocabulary", drafter.target_vocab_size, model.vocab_size),
+        ("tokenizer", drafter.tokenizer_hash, model.tokenizer_hash),
+        ("target fingerprint", drafter.target_fingerprint, model.fingerprint),
+    ]
+    for name, wanted, has in pairs:
+        if wanted and has and wanted != has:
+            raise _mismatch(drafter, name, wanted, has)
+    if not drafter.max_draft_tokens:
+        raise _mismatch(drafter, "max_draft_tokens", 0, "1 or more")
+    if drafter.needs_rows:
+        _check_rows(target, drafter)
+
+
+def _check_rows(
+    target: target_pb2.TargetServiceGetInfoResponse, drafter: draft_pb2.DrafterInfo
+) -> None:
+    rows = drafter.row_format
+    taps = list(rows.tap_ids)
+    name = common_pb2.TapConvention.Name
+    convention = common_pb2.TAP_CONVENTION_OUTPUT_OF_LAYER
+    if rows.convention != convention:
+        raise _mismatch(drafter, "tap convention", name(rows.convention), name(convention))
+    if not taps or taps != sorted(set(taps)) or taps[-1] >= target.tap_layer_count:
+        accepted = f"rising layer ids below {target.tap_layer_count}"
+        raise _mismatch(drafter, "tap ids", taps, accepted)
+    if rows.encoding not in target.row_encodings:
+        offered = [common_pb2.RowEncoding.Name(value) for value in target.row_encodings]
+        wanted = common_pb2.RowEncoding.Name(rows.encoding)
+        raise _mismatch(drafter, "row encoding", wanted, offered)
+    if rows.dtype != target.row_dtype:
+        dtype = common_pb2.DType.Name
+        raise _mismatch(drafter, "row dtype", dtype(rows.dtype), dtype(target.row_dtype))
+    width = len(taps) * target.model.hidden_size
+    if rows.width != width:
+        raise _mismatch(drafter, "row width", rows.width, f"{width} ({len(taps)} taps)")
+
+
+def _mismatch(
+    drafter: draft_pb2.DrafterInfo, name: str, wanted: object, has: object
+) -> SpecwireError:
+    text = f"{drafter.method}: {name}: the draft has {wanted}, the target {has}"
+    return SpecwireError(
+        Reason.MODEL_MISMATCH,
+        text,
+        {"field": name, "draft": str(wanted), "target": str(has), "method": drafter.method},
+    )

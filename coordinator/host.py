@@ -1,0 +1,64 @@
+"""Starts and stops a coordinator: links, public server, health that follows the target."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Self
+
+from coordinator.placement import Fleet
+from coordinator.service import SERVICE_NAME, GenerationServicer
+from coordinator.settings import CoordinatorSettings
+from coordinator.tokenizer_cache import TokenizerCache
+from specwire.serve import GrpcHost
+from specwire.v1 import generate_pb2_grpc
+
+_HEALTH_S = 0.05
+
+
+class CoordinatorHost:
+    """A coordinator in this process; an async context manager that serves while it is entered."""
+
+    def __init__(self, settings: CoordinatorSettings, cache: TokenizerCache | None = None) -> None:
+        self._settings, self._cache = settings, cache
+
+    async def __aenter__(self) -> Self:
+        settings = self._settings
+        self.fleet = Fleet(settings, self._cache)
+        self.servicer = GenerationServicer(self.fleet)
+        self._host = GrpcHost(
+            address=settings.address,
+            services=[SERVICE_NAME],
+            link=False,
+            reflection=settings.reflection,
+        )
+        generate_pb2_grpc.add_GenerationServiceServicer_to_server(self.servicer, self._host.server)
+        try:
+            await self._host.start()
+        except BaseException:
+            await self.fleet.stop()
+            raise
+        self.fleet.start()
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.servicer.draining = True
+        self._watcher.cancel()
+        await asyncio.gather(self._watcher, return_exceptions=True)
+        await self._host.drain(self._settings.drain_ms / 1000)
+        # The closes of the last sessions leave before the links do.
+        await asyncio.sleep(0.02)
+        await self.fleet.stop()
+
+    @property
+    def address(self) -> str:
+        return self._host.addresses[0]
+
+    async def _watch(self) -> None:
+        """Serving means: a request would find the target."""
+        serving = False
+        while True:
+            if self.fleet.target.link.ready != serving:
+                serving = not serving
+                await self._host.set_serving(serving)
+            await asyncio.sleep(_HEALTH_S)

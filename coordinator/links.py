@@ -1,0 +1,243 @@
+"""One multiplexed stream per worker: items out, replies to the sessions they belong to, reconnect.
+
+Replies go from the reader straight to the session that waits, without another task in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from specwire.errors import Reason, SpecwireError, from_rpc_error
+from specwire.rpc import Outbox, OutboxFull
+from specwire.v1 import common_pb2, target_pb2
+
+log = logging.getLogger(__name__)
+
+ItemT = TypeVar("ItemT")
+_BACKOFF_S = (0.1, 2.0)
+# Replies a session may leave unread; a worker that sends more is not answering it.
+_MAILBOX_LIMIT = 1024
+_REFUSALS = (Reason.MODEL_MISMATCH, Reason.UNSUPPORTED)
+
+
+class Mailbox:
+    """Replies of one worker to one generation of one session, with their arrival in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, Any]] = deque(maxlen=_MAILBOX_LIMIT)
+        self._error: SpecwireError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, message: Any) -> None:
+        self._queue.append((time.perf_counter_ns(), message))
+        self._wake()
+
+    def fail(self, error: SpecwireError) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def take(self) -> tuple[int, Any] | None:
+        """The next reply if there is one, without waiting."""
+        return self._queue.popleft() if self._queue else None
+
+    async def get(self, until: float | None) -> tuple[int, Any] | None:
+        """The next reply; None at the loop time `until`. Raises what the link failed with."""
+        loop = asyncio.get_running_loop()
+        while not self._queue:
+            if self._error is not None:
+                raise self._error
+            if until is not None and loop.time() >= until:
+                return None
+            self._waiter = loop.create_future()
+            timer = None if until is None else loop.call_at(until, self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        return self._queue.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Link(Generic[ItemT]):
+    """The link to one worker. `greet` asks who it is, checks it, and returns its incarnation.
+
+    `dropped` counts replies by the cause for which nobody got them.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        coordinator: int,
+        lease_ms: int,
+        greet: Callable[[], Awaitable[int]],
+        open_stream: Callable[[], Any],
+        frame: Callable[[list[ItemT]], Any],
+        heartbeat: Callable[[target_pb2.Heartbeat], ItemT],
+    ) -> None:
+        self.address, self.lease_ms = address, lease_ms
+        self.state, self.reason = "connecting", ""
+        self.incarnation = 0
+        self.dropped: Counter[str] = Counter()
+        self._coordinator = coordinator
+        self._greet, self._open_stream, self._frame = greet, open_stream, frame
+        self._heartbeat = heartbeat
+        self._mailboxes: dict[tuple[int, int], Mailbox] = {}
+        self._outbox: Outbox[ItemT] = Outbox()
+        self._ready = asyncio.Event()
+        self._call: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._ready.is_set()
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def send(self, item: ItemT) -> bool:
+        """Queues an item for the next frame; False when the link is down."""
+        if not self.ready:
+            return False
+        try:
+            self._outbox.put(item)
+        except OutboxFull:
+            self._lose("the worker does not read")
+            self._call.cancel()
+            return False
+        return True
+
+    def open_mailbox(self, key: common_pb2.SessionKey) -> Mailbox:
+        mailbox = self._mailboxes[key.session_id, key.generation] = Mailbox()
+        return mailbox
+
+    def close_mailbox(self, key: common_pb2.SessionKey) -> None:
+        self._mailboxes.pop((key.session_id, key.generation), None)
+
+    # -- the stream ------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        backoff = _BACKOFF_S[0]
+        while True:
+            try:
+                self.incarnation = await self._greet()
+                backoff = _BACKOFF_S[0]
+                await self._stream()
+                self._lose("the worker ended the stream")
+            except SpecwireError as error:
+                self._lose(error.message, refused=error.reason in _REFUSALS)
+            except grpc.RpcError as error:
+                self._lose(from_rpc_error(error).message)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                # A read of a call that was given up; `send` has said why.
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, _BACKOFF_S[1])
+
+    async def _stream(self) -> None:
+        self._call = call = self._open_stream()
+        self._outbox = Outbox()
+        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
+        self.state, self.reason = "ready", ""
+        self._ready.set()
+        log.info("link ready", extra={"address": self.address})
+        try:
+            async for frame in call:
+                self._read(frame)
+        finally:
+            self._ready.clear()
+            for helper in helpers:
+                helper.cancel()
+            call.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _write(self, call: Any) -> None:
+        while items := await self._outbox.take_all():
+            await call.write(self._frame(items))
+
+    async def _beat(self) -> None:
+        """Renews the leases of every session that is open here."""
+        while True:
+            await asyncio.sleep(self.lease_ms / 3000)
+            keys = [self._key(*name) for name in self._mailboxes]
+            self.send(
+                self._heartbeat(
+                    target_pb2.Heartbeat(
+                        coordinator=self._coordinator, sessions=keys, lease_ms=self.lease_ms
+                    )
+                )
+            )
+
+    def _key(self, session_id: int, generation: int) -> common_pb2.SessionKey:
+        return common_pb2.SessionKey(
+            coordinator=self._coordinator, session_id=session_id, generation=generation
+        )
+
+    def _read(self, frame: Any) -> None:
+        """Hands a frame's replies out. Nothing a worker sends ends the reader."""
+        if frame.incarnation != self.incarnation:
+            self.dropped["incarnation"] += max(1, len(frame.replies))
+            return
+        for reply in frame.replies:
+            kind = reply.WhichOneof("reply")
+            if kind == "heartbeat_ack":
+                self._forgotten(reply.heartbeat_ack)
+            elif kind is None:
+                self.dropped["malformed"] += 1
+            elif kind != "closed":
+                self._route(getattr(reply, kind))
+
+    def _route(self, message: Any) -> None:
+        key = message.key
+        mailbox = self._mailboxes.get((key.session_id, key.generation))
+        if mailbox is None or key.coordinator != self._coordinator:
+            self.dropped["session"] += 1
+        else:
+            mailbox.put(message)
+
+    def _forgotten(self, ack: target_pb2.HeartbeatAck) -> None:
+        for key in ack.unknown:
+            mailbox = self._mailboxes.get((key.session_id, key.generation))
+            if mailbox is not None:
+                mailbox.fail(SpecwireError(Reason.SESSION_UNKNOWN, "the worker lost the session"))
+
+    def _lose(self, reason: str, *, refused: bool = False) -> None:
+        if self.state != "connecting" or refused:
+            self.state = "refused" if refused else "down"
+        if reason != self.reason:
+            log.warning("link %s", self.state, extra={"address": self.address, "why": reason})
+        self.reason = reason
+        self._ready.clear()
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(SpecwireError(Reason.ENGINE_DOWN, "the link to the worker was lost"))

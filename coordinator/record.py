@@ -1,0 +1,71 @@
+"""What speculation did for one request, and where its time went."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from specwire.v1 import common_pb2, generate_pb2
+
+PHASES = ("prefill", "draft", "verify", "link", "coordinator")
+
+
+def worked_ns(timings: common_pb2.Timings) -> int:
+    """Time an item was in a worker's hands; the rest of an exchange is the link's."""
+    return timings.queue_ns + timings.compute_ns
+
+
+def remaining_ms(deadline: float | None) -> int:
+    """What is left until a time of the loop's clock; on the wire 0 means no deadline."""
+    if deadline is None:
+        return 0
+    return max(1, int((deadline - asyncio.get_running_loop().time()) * 1000))
+
+
+@dataclass(slots=True)
+class Record:
+    """Filled by the session's loop. Times are nanoseconds of `time.perf_counter_ns`."""
+
+    method: str
+    started_ns: int = field(default_factory=time.perf_counter_ns)
+    first_ns: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    phase_ns: Counter[str] = field(default_factory=Counter)
+
+    def fell_back(self, cause: str) -> None:
+        self.fallbacks[cause] += 1
+
+    def spent(self, phase: str, nanoseconds: int) -> None:
+        self.phase_ns[phase] += max(0, nanoseconds)
+
+    def step(self, drafted: int, accepted: int) -> None:
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
+
+    def to_wire(self, completion_tokens: int) -> generate_pb2.AcceptanceRecord:
+        rounds = len(self.drafted)
+        now = time.perf_counter_ns()
+        return generate_pb2.AcceptanceRecord(
+            method=self.method,
+            rounds=rounds,
+            draft_tokens=sum(self.drafted),
+            accepted_tokens=sum(self.accepted),
+            tau=(completion_tokens - 1) / rounds if rounds else 0.0,
+            drafted_by_position=_by_position(self.drafted),
+            accepted_by_position=_by_position(self.accepted),
+            fallbacks=dict(self.fallbacks),
+            phase_ms={phase: self.phase_ns[phase] / 1e6 for phase in PHASES},
+            per_step_drafted=self.drafted,
+            per_step_accepted=self.accepted,
+            ttft_ms=(self.first_ns - self.started_ns) / 1e6 if self.first_ns else 0.0,
+            total_ms=(now - self.started_ns) / 1e6,
+        )
+
+
+def _by_position(counts: list[int]) -> list[int]:
+    """At [i]: how many of the counts are above i."""
+    return [sum(count > i for count in counts) for i in range(max(counts, default=0))]

@@ -1,0 +1,109 @@
+"""The public API: admission and errors here, the loop in session.py."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from importlib import metadata
+from typing import Any
+
+from coordinator.links import Link
+from coordinator.placement import DraftWorker, Fleet
+from coordinator.session import Session
+from coordinator.validation import check
+from specwire.errors import Reason, SpecwireError
+from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from specwire.v1 import generate_pb2, generate_pb2_grpc
+
+SERVICE_NAME = "specwire.v1.GenerationService"
+_Worker = generate_pb2.GenerationServiceGetInfoResponse.Worker
+
+
+class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._numbers = itertools.count(1)
+        self.sessions: dict[int, Session] = {}
+        self.draining = False
+
+    # The interceptor takes a coroutine that writes; the generated type expects a generator.
+    async def Generate(  # type: ignore[override]
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> None:
+        session = self._admit(request, context)
+        number = next(self._numbers)
+        live = self.sessions[number] = Session(self._fleet, number, *session)
+        # A call that was cut while nothing of ours awaited is closed all the same.
+        context.add_done_callback(lambda _: live.close())
+
+        async def deliver(delta: generate_pb2.Delta) -> None:
+            await context.write(generate_pb2.GenerateResponse(delta=delta))
+
+        try:
+            finished = await live.run(deliver)
+        finally:
+            del self.sessions[number]
+        await context.write(generate_pb2.GenerateResponse(finished=finished))
+
+    def _admit(self, request: generate_pb2.GenerateRequest, context: Any) -> tuple[Any, Any]:
+        settings, target = self._fleet.settings, self._fleet.target
+        if self.draining:
+            raise SpecwireError(Reason.DRAINING, "this coordinator is shutting down")
+        if not target.link.ready or target.text is None:
+            why = target.link.reason or "not connected yet"
+            raise SpecwireError(Reason.NO_TARGET, f"the target is {target.link.state}: {why}")
+        if len(self.sessions) >= settings.max_sessions:
+            text = f"{settings.max_sessions} requests run already"
+            limit = {"limit": str(settings.max_sessions)}
+            raise SpecwireError(Reason.QUEUE_FULL, text, limit)
+        left_s = context.time_remaining()
+        deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
+        found = dict(context.invocation_metadata() or ())
+        traceparent = str(found.get("traceparent", ""))[:64]
+        return check(request, self._fleet, target.text, deadline, traceparent), target.text
+
+    async def GetInfo(
+        self, request: generate_pb2.GenerationServiceGetInfoRequest, context: Any
+    ) -> generate_pb2.GenerationServiceGetInfoResponse:
+        fleet, info = self._fleet, self._fleet.target.info
+        workers = [self._target(), *map(_draft, fleet.drafts)]
+        return generate_pb2.GenerationServiceGetInfoResponse(
+            version=metadata.version("specwire"),
+            protocol_major=PROTOCOL_MAJOR,
+            protocol_minor=PROTOCOL_MINOR,
+            model=info.model if info is not None else None,
+            workers=workers,
+            methods=fleet.methods(),
+            default_method=fleet.default_method(),
+            default_exactness=info.default_exactness if info is not None else None,
+            contract_levels=info.contract_levels if info is not None else (),
+            default_num_speculative_tokens=fleet.settings.num_speculative_tokens,
+        )
+
+    def _target(self) -> _Worker:
+        target = self._fleet.target
+        worker = _worker("target", target.link)
+        if target.info is not None:
+            worker.attention.CopyFrom(target.info.attention)
+            worker.device = target.info.worker.device
+        return worker
+
+
+def _worker(role: str, link: Link[Any]) -> _Worker:
+    return _Worker(role=role, address=link.address, state=link.state, reason=link.reason)
+
+
+def _draft(draft: DraftWorker) -> _Worker:
+    worker = _worker("draft", draft.link)
+    fitting, refused = draft.judge()
+    if refused:
+        worker.reason = "; ".join([*filter(None, [worker.reason]), *refused.values()])
+        if not fitting:
+            worker.state, worker.reason = "refused", "; ".join(refused.values())
+    worker.methods.extend(fitting)
+    reports = [d.attention for d in fitting.values() if d.attention.chosen]
+    if reports:
+        worker.attention.CopyFrom(reports[0])
+    if draft.info is not None:
+        worker.device = draft.info.worker.device
+    return worker

@@ -1,0 +1,62 @@
+"""Settings of the coordinator: one frozen object, built once at start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from specwire.settings import ServiceSettings
+
+
+class CoordinatorSettings(ServiceSettings):
+    """Every setting is a flag (`--max-sessions`), a variable (`SPECWIRE_COORDINATOR_MAX_SESSIONS`)
+    or a key of the file.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPECWIRE_COORDINATOR_")
+
+    address: str = Field("unix:/tmp/specwire-coordinator.sock", description="where to listen")
+    target: str = Field("unix:/tmp/specwire-target.sock", description="address of the target")
+    draft: tuple[str, ...] = Field(
+        (), description="addresses of draft services; none: plain decoding"
+    )
+    default_method: str = Field(
+        "", description="drafter of requests that name none; empty: the draft's default"
+    )
+    num_speculative_tokens: int = Field(
+        5, ge=1, le=64, description="draft tokens a round where a request does not say"
+    )
+    exactness: Literal["", "exact", "fast"] = Field(
+        "", description="what a request gets that does not say; empty: the target's default"
+    )
+    max_sessions: int = Field(64, ge=1, description="requests that may run at once")
+    lease_ms: int = Field(
+        10_000, ge=300, description="life of a worker's session without a sign of ours"
+    )
+    free_run: int = Field(
+        32, ge=0, le=1024, description="plain steps the target may run ahead of being asked"
+    )
+    proposal_wait_share: float = Field(
+        1.5, gt=0, description="longest wait for a proposal, as a share of a target step"
+    )
+    proposal_wait_min_ms: int = Field(
+        30, ge=1, description="wait for a proposal that is always granted"
+    )
+    draft_open_ms: int = Field(
+        1_000, ge=1, description="wait for a draft to open a session before going on without"
+    )
+    breaker_lates: int = Field(
+        3, ge=1, description="late proposals in a row after which a draft is left alone"
+    )
+    breaker_open_ms: int = Field(2_000, ge=1, description="for how long it is left alone")
+    target_return_ms: int = Field(
+        15_000, ge=0, description="how long a running request waits for a lost target"
+    )
+    drain_ms: int = Field(5_000, ge=0, description="time running requests get at shutdown")
+    reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus metrics; 0: off")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="what is logged"
+    )
