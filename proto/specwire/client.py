@@ -130,6 +130,10 @@ class _Receiver:
 class AsyncStream(_Receiver):
     """An async iterator of events, ending after `Finished`."""
 
+    def __init__(self, start: Callable[[float | None], Any], budget: _Budget) -> None:
+        super().__init__(start, budget)
+        self._loop = asyncio.get_running_loop()
+
     def __aiter__(self) -> Self:
         return self
 
@@ -152,6 +156,13 @@ class AsyncStream(_Receiver):
 
     async def aclose(self) -> None:
         self.cancel()
+
+    def __del__(self) -> None:
+        # The library keeps running calls alive, so dropping ours would not end it. Collection may
+        # happen in any thread, and after the loop has ended.
+        call = self._call
+        if call is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call.cancel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -182,6 +193,9 @@ class Stream(_Receiver):
         raise StopIteration
 
     def close(self) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
         self.cancel()
 
     def __enter__(self) -> Self:
