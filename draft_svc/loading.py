@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from draft_svc.methods.base import AnyMethod
+from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.ngram import NgramMethod
+from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
+from engine.device import kv_dtype, resolve_device, weight_dtype
+from engine.errors import BackendUnavailable, CheckpointError
+from engine.kv.cache import KVGeometry
+from engine.models.config import from_hf
+from engine.models.dflash import DFlashOptions, load_dflash
+from engine.models.dflash_config import parse_dflash
+from engine.weights import read_json
+from specwire.errors import Reason, SpecwireError
 
 if TYPE_CHECKING:
     from draft_svc.settings import DraftSettings
@@ -15,14 +28,22 @@ Progress = Callable[[str], None]
 
 # In the order they are hosted; the last one is the default.
 METHODS = ("ngram", "dflash")
+DEFAULT_DRAFT = Path(__file__).parent / "checkpoints" / "smollm2-135m-dflash"
 
 
 def load_methods(settings: DraftSettings, progress: Progress) -> dict[str, AnyMethod]:
     """Loads each method, telling about it first. Raises typed errors for what cannot be loaded."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     loaded: dict[str, AnyMethod] = {}
     for name in settings.methods:
         progress(f"loading {name}")
-        loaded[name] = _BUILDERS[name](settings)
+        try:
+            loaded[name] = _BUILDERS[name](settings)
+        except CheckpointError as error:
+            raise SpecwireError(Reason.CHECKPOINT_INVALID, f"{name}: {error}") from error
+        except BackendUnavailable as error:
+            raise SpecwireError(Reason.BACKEND_UNAVAILABLE, f"{name}: {error}") from error
     return loaded
 
 
@@ -34,4 +55,51 @@ def _ngram(settings: DraftSettings) -> AnyMethod:
     )
 
 
-_BUILDERS: dict[str, Callable[[DraftSettings], AnyMethod]] = {"ngram": _ngram}
+def _dflash(settings: DraftSettings) -> AnyMethod:
+    resolve_device(settings.device)
+    checkpoint = _checkpoint(settings.draft)
+    options = DFlashOptions(
+        page_count=_page_count(settings, checkpoint),
+        page_tokens=settings.page_tokens,
+        kv_dtype=kv_dtype(settings.kv_dtype),
+        weight_dtype=weight_dtype(settings.dtype),
+        kernels=settings.kernels,
+        attention_backend=settings.attention_backend,
+    )
+    return DFlashMethod(
+        load_dflash(checkpoint, settings.target, options),
+        max_draft_tokens=settings.max_draft_tokens,
+        max_length=settings.max_length,
+        tokenizer_hash=tokenizer_hash(tokenizer_document(settings.target)),
+    )
+
+
+def _checkpoint(reference: str) -> Path:
+    path = DEFAULT_DRAFT if reference == "default" else Path(reference).expanduser()
+    if not path.is_dir():
+        accepted = 'a checkpoint directory, or "default"'
+        raise SpecwireError.field("draft", path.name, accepted, Reason.CHECKPOINT_INVALID)
+    return path
+
+
+def _page_count(settings: DraftSettings, checkpoint: Path) -> int:
+    if settings.kv_pages is not None:
+        return settings.kv_pages
+    target = from_hf(read_json(resolve_model(settings.target).directory / "config.json"))
+    config = parse_dflash(read_json(checkpoint / "config.json"), target)
+    geometry = KVGeometry(
+        config.layer_count,
+        config.kv_heads,
+        config.head_dim,
+        settings.page_tokens,
+        kv_dtype(settings.kv_dtype),
+    )
+    count = settings.kv_memory_mb * 2**20 // (geometry.bytes_per_token * geometry.page_tokens)
+    if count == 0:
+        accepted = "enough for one page"
+        field, value = "kv_memory_mb", settings.kv_memory_mb
+        raise SpecwireError.field(field, value, accepted, Reason.SETTINGS_INVALID)
+    return count
+
+
+_BUILDERS: dict[str, Callable[[DraftSettings], AnyMethod]] = {"ngram": _ngram, "dflash": _dflash}

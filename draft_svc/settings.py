@@ -31,8 +31,12 @@ class DraftSettings(ServiceSettings):
     target: str = Field(
         "default", description="the target's checkpoint, for embedding and head; or `default`"
     )
-    dtype: str = Field("auto", description="dtype of the weights")
-    kv_dtype: str = Field("auto", description="dtype of the KV cache, the draft's own choice")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of the weights"
+    )
+    kv_dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of the KV cache, the draft's own choice"
+    )
     device: str = Field("auto", description="cpu or cuda")
     attention_backend: str | None = Field(
         None, description="attention backend by name; refused, never replaced, when it does not fit"
