@@ -27,7 +27,7 @@ class Linear(ABC):
 
 
 class NativeLinear(Linear):
-    """The C kernel: fp32 activations and sums, weights as stored. A row's bits do not depend on the other rows."""
+    """The C kernel: fp32 activations and sums. A row's bits do not depend on the other rows."""
 
     rows_independent = True
 
@@ -44,9 +44,7 @@ class NativeLinear(Linear):
         rows, n = x.shape[0], self.out_features
         y = torch.empty((rows, n))
         threads = torch.get_num_threads()
-        self._kernel(
-            x.data_ptr(), self._pointer, y.data_ptr(), rows, n, self.in_features, threads
-        )
+        self._kernel(x.data_ptr(), self._pointer, y.data_ptr(), rows, n, self.in_features, threads)
         return y
 
 
@@ -63,7 +61,7 @@ def _panels(weight: Tensor) -> Tensor:
 
 
 class PackedLinear(Linear):
-    """oneDNN with a weight reordered once. oneDNN picks kernels by the number of rows, so bits may differ with it."""
+    """oneDNN with a weight reordered once. Kernels vary with the number of rows, so bits may."""
 
     rows_independent = False
 
@@ -93,13 +91,13 @@ class PlainLinear(Linear):
 
 
 def pack_linear(weight: Tensor, mode: Mode) -> Linear:
-    """Packs weight [out_features, in_features] (bf16 or fp32). `native` needs `ops.available()` and a CPU weight."""
+    """Packs weight [out_features, in_features], bf16 or fp32. `native` needs `ops.available()`."""
     if weight.dim() != 2 or weight.dtype not in (torch.bfloat16, torch.float32):
         shape = tuple(weight.shape)
         raise ValueError(f"weight is {weight.dtype} {shape}; accepted: bf16 or fp32, 2 dimensions")
     if mode == "native":
         return NativeLinear(weight)
-    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
+    if not weight.is_cpu or not torch._C._has_mkldnn:
         return PlainLinear(weight)
     bf16_units = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     keep = weight.dtype == torch.bfloat16 and bf16_units

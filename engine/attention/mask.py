@@ -23,12 +23,12 @@ def key_range(mode: LayerMode, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         end = span.start + span.row_count
         position = torch.arange(span.start, end, dtype=torch.int64)
         window = mode.window
-        low.append(torch.zeros_like(position) if window is None else (position - window + 1).clamp_min(0))
+        reach = end if window is None else window
+        low.append((position - reach + 1).clamp_min(0))
         if mode.causal:
             high.append(position + 1)
         else:
-            full = torch.full_like(position, end)
-            high.append(full if window is None else torch.minimum(full, position + window))
+            high.append((position + reach).clamp_max(end))
     if not low:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     return torch.cat(low), torch.cat(high)
@@ -38,7 +38,8 @@ def gather(cache: KVCache, layer: int, span: Span, length: int) -> tuple[Tensor,
     """K and V of the first `length` positions of a span, [length, kv_heads, head_dim]."""
     count = -(-length // cache.geometry.page_tokens)
     pages = torch.tensor(span.table.pages[:count], dtype=torch.int64, device=cache.k[layer].device)
-    return cache.k[layer][pages].flatten(0, 1)[:length], cache.v[layer][pages].flatten(0, 1)[:length]
+    k, v = (data[pages].flatten(0, 1)[:length] for data in (cache.k[layer], cache.v[layer]))
+    return k, v
 
 
 def attention_ref(

@@ -1,4 +1,4 @@
-"""Chooses the attention backend of one service: its own choice, made before a step runs, with every refusal explained."""
+"""Chooses the attention backend of one service before a step runs; every refusal is explained."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def make_backend(
 ) -> tuple[AttentionBackend, AttentionReport]:
     """The backend and the report on how it was chosen.
 
-    `requested` None or "" takes the first valid one. A name is never replaced: BackendUnavailable lists every candidate.
-    `bucket` is the KV bucket of TORCH_SDPA, 0 for none.
+    `requested` None or "" takes the first valid one. A name is never replaced: BackendUnavailable
+    lists every candidate. `bucket` is the KV bucket of TORCH_SDPA, 0 for none.
     """
     candidates = candidates_for(cache, query_heads, modes, native)
     if requested and requested not in NAMES:
@@ -82,7 +82,7 @@ def make_backend(
         raise BackendUnavailable(_refusal(known, candidates))
     valid = [c.name for c in candidates if not c.reasons and requested in (None, "", c.name)]
     if not valid:
-        wanted = f"attention backend {requested!r} cannot run" if requested else "no valid attention backend"
+        wanted = f"attention backend {requested!r} cannot run" if requested else "no valid backend"
         raise BackendUnavailable(_refusal(wanted, candidates))
     backend: AttentionBackend
     if valid[0] == CpuAttention.name:

@@ -1,8 +1,9 @@
-"""TORCH_SDPA: torch's scaled_dot_product_attention over gathered pages. Any device, any layer mode; the reference backend.
+"""TORCH_SDPA: torch's scaled_dot_product_attention over gathered pages. Any device, any layer mode.
 
-The query heads of one KV head are folded into rows, so keys and values are never expanded. Torch picks kernels by shape, so a
-row may depend on the rows beside it; `bucket` rounds the number of keys up to fixed edges (the rest is masked), which keeps
-the shapes, and so the bits, of a fixed block width stable between two edges.
+The query heads of one KV head are folded into rows, so keys and values are never expanded. Torch
+picks kernels by shape, so a row may depend on the rows beside it; `bucket` rounds the number of
+keys up to fixed edges (the rest is masked), which keeps the shapes, and so the bits, of a fixed
+block width stable between two edges.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engine.kv.cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class SpanPlan:
-    """One span: its rows, the pages gathered for it and a mask [1, rows * group, keys] per mode (True: seen)."""
+    """One span: its rows, its pages, and per mode the keys seen, bool [1, rows * group, keys]."""
 
     rows: slice
     pages: Tensor
@@ -78,4 +79,4 @@ class TorchSdpa(AttentionBackend):
         out = torch.nn.functional.scaled_dot_product_attention(
             folded[None], k[None], v[None], attn_mask=mask[None]
         )[0]
-        return out.unflatten(1, (rows, self._group)).transpose(0, 1).reshape(q.shape)
+        return out.view(kv_heads, rows, self._group, dim).transpose(0, 1).reshape(q.shape)

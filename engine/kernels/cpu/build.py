@@ -1,7 +1,8 @@
 """Compiles the C kernels once and keeps the library in a cache directory.
 
-The library is linked without an OpenMP runtime of its own: its GOMP symbols resolve to the one that torch has loaded, so both
-share one pool of threads. No compiler, or a build that fails, is not an error: the caller gets the reason and uses torch.
+The library is linked without an OpenMP runtime of its own: its GOMP symbols resolve to the one that
+torch has loaded, so both share one pool of threads. No compiler, or a build that fails, is not an
+error: the caller gets the reason and uses torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import torch
 
 SOURCES = ("gemm.c", "attention.c", "ops.c", "gumbel.c")
 HEADERS = ("vec.h", "attention_kv.h")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
+FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast"),
+    *("-fno-math-errno", "-fopenmp", "-fPIC", "-w"),
+)
 BUILD_SECONDS = 120
 
 
@@ -68,7 +72,10 @@ def _key(compiler: list[str], folder: Path) -> str:
 
 
 def build_library() -> Path:
-    """Path of the compiled library. Processes that start together build side by side; the last rename wins, all are equal."""
+    """Path of the compiled library.
+
+    Processes that start together build side by side; the last rename wins, and all are equal.
+    """
     compiler = shlex.split(os.environ.get("CC") or "cc")
     folder = Path(__file__).parent
     library = cache_directory() / f"specwire-{_key(compiler, folder)}.so"
@@ -82,7 +89,7 @@ def build_library() -> Path:
                 objects.append(str(Path(scratch) / f"{name}.o"))
                 _run([*compiler, *FLAGS, "-c", str(folder / name), "-o", objects[-1]])
             built = Path(scratch) / "library.so"
-            # Linked without -fopenmp: the GOMP symbols stay open and find the runtime that is already loaded.
+            # Linked without -fopenmp: the GOMP symbols stay open until the runtime is found.
             _run([*compiler, "-shared", "-o", str(built), *objects])
             built.replace(library)
     except OSError as error:

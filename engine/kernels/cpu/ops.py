@@ -1,7 +1,8 @@
 """The small operators of the engine: C kernels where they can be had, else the torch references.
 
-Activations are fp32. A kernel runs when the library is there and every tensor is fp32 on the CPU; other tensors take the
-reference. Calls go through ctypes, which releases the interpreter lock while a kernel runs.
+Activations are fp32. A kernel runs when the library is there and every tensor is fp32 on the CPU;
+other tensors take the reference. Calls go through ctypes, which releases the interpreter lock while
+a kernel runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from engine.kernels.cpu.build import load_library
 from engine.kernels.cpu.reference import (
     add_rms_norm_ref,
     gumbel_argmax_ref,
-    gumbel_noise_ref,
     rms_norm_ref,
     rope_kv_write_ref,
     silu_mul_ref,
@@ -29,7 +29,6 @@ __all__ = [
     "available",
     "gumbel_argmax",
     "gumbel_argmax_ref",
-    "gumbel_noise_ref",
     "library",
     "rms_norm",
     "rms_norm_ref",
@@ -145,9 +144,10 @@ def rope_kv_write(
 ) -> None:
     """Rotates q in place, stores rotated k and plain v at `slots`.
 
-    q [rows, query_heads * dim] or None, k and v [rows, kv_heads * dim]: slices of a fused projection are welcome, only the
-    last stride must be 1. cos, sin [positions, dim / 2]; positions, slots int64 [rows]; cache_k, cache_v
-    [pages, page_tokens, kv_heads, dim], fp32 or bf16. Half-split (neox) rotation.
+    q [rows, query_heads * dim] or None, k and v [rows, kv_heads * dim]: slices of a fused
+    projection are welcome, only the last stride must be 1. cos, sin [positions, dim / 2];
+    positions, slots int64 [rows]; cache_k, cache_v [pages, page_tokens, kv_heads, dim], fp32 or
+    bf16. Half-split (neox) rotation.
     """
     kv_heads, dim = cache_k.shape[-2:]
     lib = _native(k, v, cos, sin) if q is None else _native(q, k, v, cos, sin)
@@ -171,10 +171,10 @@ def gumbel_argmax(
     indices: Tensor,
     margins: Tensor | None = None,
 ) -> Tensor:
-    """Ids [rows] (int64) of argmax(logits / T + noise); plain argmax at T = 0, ties to the lowest id.
+    """Ids [rows] (int64) of argmax(logits / T + noise); plain argmax at T = 0, ties to lowest id.
 
-    temperatures fp32 [rows]; seeds (64 bits), choices, indices int64 [rows]. `margins` fp32 [rows], when given, gets the
-    highest logit minus the second highest, noise left out.
+    temperatures fp32 [rows]; seeds (64 bits), choices, indices int64 [rows]. `margins` fp32
+    [rows], when given, gets the highest logit minus the second highest, noise left out.
     """
     lib = _native(logits, temperatures)
     if lib is None:

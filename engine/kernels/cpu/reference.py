@@ -1,11 +1,11 @@
-"""The small operators in plain torch: what the C kernels are compared with, and what runs where there are none."""
+"""The small operators in plain torch: references of the C kernels, and what runs without them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_MASK = 0xFFFFFFFF
+from engine.noise import gumbel
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,39 +45,11 @@ def rope_kv_write_ref(
     kv_heads, dim = cache_k.shape[-2:]
     c, s = cos[positions], sin[positions]
     if q is not None:
-        q.copy_(rotate_ref(q.unflatten(-1, (-1, dim)), c, s).flatten(1))
-    rotated = rotate_ref(k.unflatten(-1, (kv_heads, dim)), c, s)
-    values = v.unflatten(-1, (kv_heads, dim))
+        q.copy_(rotate_ref(q.reshape(q.shape[0], -1, dim), c, s).flatten(1))
+    rotated = rotate_ref(k.reshape(-1, kv_heads, dim), c, s)
+    values = v.reshape(-1, kv_heads, dim)
     cache_k.view(-1, kv_heads, dim).index_copy_(0, slots, rotated.to(cache_k.dtype))
     cache_v.view(-1, kv_heads, dim).index_copy_(0, slots, values.to(cache_v.dtype))
-
-
-def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of constant * x, x < 2**32 in int64: by halves, since the product needs 64 unsigned bits."""
-    low, high = (x & 0xFFFF) * constant, (x >> 16) * constant
-    total = low + ((high & 0xFFFF) << 16)
-    return ((high >> 16) + (total >> 32)) & _MASK, total & _MASK
-
-
-def philox_ref(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(10):
-        high0, low0 = _multiply(0xD2511F53, c0)
-        high1, low1 = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0, c1, c2, c3
-
-
-def gumbel_noise_ref(vocab: int, seed: int, choice: int, index: int) -> Tensor:
-    """Noise [vocab] of one draw: counter (token // 4, index, choice, 0), one word a token."""
-    block = torch.arange((vocab + 3) // 4, dtype=torch.int64)
-    full = [torch.full_like(block, value & _MASK) for value in (index, choice, 0)]
-    words = torch.stack(philox_ref((block, *full), seed), dim=1).flatten()[:vocab]
-    u = ((words >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(u))
 
 
 def gumbel_argmax_ref(
@@ -89,6 +61,6 @@ def gumbel_argmax_ref(
     )
     for row, (temperature, seed, choice, index) in enumerate(settings):
         if temperature > 0:
-            noise = gumbel_noise_ref(logits.shape[1], seed, choice, index).to(values.device)
+            noise = gumbel(seed, choice, index, logits.shape[1]).to(values.device)
             values[row] = values[row] / temperature + noise
     return values.argmax(-1)

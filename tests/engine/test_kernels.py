@@ -1,0 +1,233 @@
+"""The C kernels against torch in higher precision, and the promise that a row stands alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.cpu import ops
+from engine.kernels.cpu.reference import rotate_ref
+from engine.linear import NativeLinear, pack_linear
+from engine.noise import gumbel, philox
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def test_kernels_compile_here() -> None:
+    assert ops.available(), ops.unavailable_reason()
+    assert ops.unavailable_reason() == ""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("depth", "columns"), [(576, 96), (1536, 64), (100, 77), (33, 16), (7, 5)])
+def test_linear_matches_and_rows_stand_alone(depth: int, columns: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(columns, depth).to(dtype)
+    linear = pack_linear(weight, "native")
+    assert linear.rows_independent
+    assert (linear.in_features, linear.out_features) == (depth, columns)
+    x = torch.randn(70, depth)
+    full = linear(x)
+    torch.testing.assert_close(full.double(), x.double() @ weight.double().T, atol=2e-4, rtol=1e-5)
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(20)])
+    for rows in (*range(1, 21), 70):
+        assert torch.equal(linear(x[:rows])[:20], alone[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_linear_matches(dtype: torch.dtype) -> None:
+    weight = torch.randn(40, 64).to(dtype)
+    x = torch.randn(5, 64)
+    y = pack_linear(weight, "torch")(x)
+    assert y.dtype == torch.float32
+    # bf16 units round activations and result to bf16.
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().T, atol=0.25, rtol=1e-2)
+
+
+def test_results_do_not_depend_on_threads() -> None:
+    linear = pack_linear(torch.randn(200, 96), "native")
+    x = torch.randn(9, 96)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = linear(x)
+        torch.set_num_threads(2)
+        assert torch.equal(linear(x), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_linear_refuses_other_weights() -> None:
+    with pytest.raises(ValueError, match="accepted: bf16 or fp32"):
+        pack_linear(torch.zeros(4, 4, dtype=torch.float16), "native")
+    with pytest.raises(ValueError, match="2 dimensions"):
+        pack_linear(torch.zeros(4), "native")
+
+
+@pytest.mark.parametrize("width", [576, 64, 13])
+def test_norms(width: int) -> None:
+    x, residual, weight = torch.randn(40, width), torch.randn(40, width), torch.randn(width)
+    y = ops.rms_norm(x, weight, 1e-5)
+    expected = ops.rms_norm_ref(x.double(), weight.double(), 1e-5)
+    torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=2e-6)
+    assert torch.equal(y[:1], ops.rms_norm(x[:1], weight, 1e-5))
+
+    total = (x.double() + residual.double()).float()
+    y = ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    expected = ops.rms_norm_ref(total.double(), weight.double(), 1e-5)
+    torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("width", [1536, 19])
+def test_silu_mul(width: int) -> None:
+    x = torch.randn(12, 2 * width) * 8
+    x[0, :4] = torch.tensor([100.0, -100.0, 88.5, -1e30])
+    y = ops.silu_mul(x)
+    torch.testing.assert_close(y.double(), ops.silu_mul_ref(x.double()), atol=1e-6, rtol=2e-6)
+    assert torch.equal(y[3:4], ops.silu_mul(x[3:4]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_query", [True, False])
+def test_rope_and_kv_write(dtype: torch.dtype, with_query: bool) -> None:
+    heads, kv_heads, dim, rows = 6, 2, 64, 50
+    fused = torch.randn(rows, (heads + 2 * kv_heads) * dim)
+    q, k, v = fused.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    angles = torch.outer(torch.arange(300.0), torch.rand(dim // 2))
+    cos, sin = angles.cos(), angles.sin()
+    positions, slots = torch.randint(0, 300, (rows,)), torch.randperm(80)[:rows]
+    caches = [torch.zeros(10, 8, kv_heads, dim, dtype=dtype) for _ in range(2)]
+    exact_k = rotate_ref(
+        k.double().unflatten(1, (kv_heads, dim)), cos[positions].double(), sin[positions].double()
+    )
+    exact_q = rotate_ref(
+        q.double().unflatten(1, (heads, dim)), cos[positions].double(), sin[positions].double()
+    )
+    plain_q = q.clone()
+    ops.rope_kv_write(q if with_query else None, k, v, cos, sin, positions, *caches, slots)
+    written = [cache.view(-1, kv_heads, dim)[slots] for cache in caches]
+    tolerance = 1e-6 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(written[0].double(), exact_k, atol=tolerance, rtol=tolerance)
+    assert torch.equal(written[1], v.unflatten(1, (kv_heads, dim)).to(dtype))
+    untouched = torch.ones(80, dtype=torch.bool).index_fill_(0, slots, False)
+    assert not caches[0].view(80, -1)[untouched].any()
+    if with_query:
+        torch.testing.assert_close(
+            q.double().unflatten(1, (heads, dim)), exact_q, atol=1e-6, rtol=1e-6
+        )
+    else:
+        assert torch.equal(q, plain_q)
+
+
+def test_philox_known_answers() -> None:
+    """Vectors that Random123 publishes for philox4x32-10."""
+    words = philox(torch.zeros(1, 4, dtype=torch.int64), (0, 0))
+    assert words[0].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = 0xFFFFFFFF
+    words = philox(torch.full((1, 4), ones, dtype=torch.int64), (ones, ones))
+    assert words[0].tolist() == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, -1, -(2**63), 0x123456789ABCDEF])
+def test_noise_matches_reference(seed: int) -> None:
+    vocab = 10_001
+    noise = torch.empty(vocab)
+    ops.library().sw_gumbel_noise(vocab, seed, 3, 4_000_000_000, noise.data_ptr())
+    expected = gumbel(seed, 3, 4_000_000_000, vocab)
+    torch.testing.assert_close(noise, expected, atol=2e-6, rtol=2e-6)
+    assert abs(float(noise.mean()) - 0.5772) < 0.05
+
+
+def test_gumbel_argmax_matches_reference() -> None:
+    rows, vocab = 12, 9001
+    logits = torch.randn(rows, vocab) * 3
+    logits[3, 100:] = -torch.inf  # a filtered row
+    temperatures = torch.tensor([0.0, 0.8, 1.0, 0.5] * 3)
+    seeds = torch.arange(rows, dtype=torch.int64) * -(2**40) - 1
+    choices, indices = torch.arange(rows) % 3, torch.arange(rows) * 1000
+    margins = torch.empty(rows)
+    ids = ops.gumbel_argmax(logits, temperatures, seeds, choices, indices, margins)
+    expected = ops.gumbel_argmax_ref(logits, temperatures, seeds, choices, indices)
+    assert torch.equal(ids, expected)
+    top = logits.topk(2, dim=-1).values
+    assert torch.equal(margins, top[:, 0] - top[:, 1])
+    for row in range(rows):
+        one = slice(row, row + 1)
+        settings = (temperatures[one], seeds[one], choices[one], indices[one])
+        assert ops.gumbel_argmax(logits[one], *settings).item() == ids[row]
+
+
+def test_argmax_ties_go_to_the_lowest_id() -> None:
+    logits = torch.zeros(2, 20_000)
+    logits[0, [9000, 150, 17_000]] = 5.0
+    zeros = torch.zeros(2, dtype=torch.int64)
+    margins = torch.empty(2)
+    ids = ops.gumbel_argmax(logits, torch.zeros(2), zeros, zeros, zeros, margins)
+    assert ids.tolist() == [150, 0]
+    assert margins.tolist() == [0.0, 0.0]
+
+
+CHECK = """
+import torch
+from engine.kernels.cpu import ops
+from engine.linear import pack_linear
+x = torch.ones(2, 8)
+print(ops.available(), "|", ops.unavailable_reason(), "|", ops.rms_norm(x, x[0], 1e-5).sum().item(),
+      "|", pack_linear(torch.ones(4, 8), "torch")(x).sum().item())
+"""
+
+
+def _fresh(cache: Path, **environment: str) -> str:
+    root = Path(__file__).parents[2]
+    full = {**os.environ, "SPECWIRE_CACHE": str(cache), "PYTHONPATH": str(root), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        capture_output=True,
+        text=True,
+        env=full,
+        cwd=root,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_without_a_compiler_torch_takes_over(tmp_path: Path) -> None:
+    out = _fresh(tmp_path, CC="/nonexistent/compiler")
+    available, reason, norm, product = out.split(" | ")
+    assert available == "False"
+    assert reason == "no C compiler (compiler not found)"
+    assert (round(float(norm), 2), float(product)) == (16.0, 64.0)
+
+
+def test_a_failing_compiler_is_a_reason(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho x.c:1: error: no >&2\nexit 3\n'
+    )
+    compiler.chmod(0o755)
+    assert "False | the C compiler failed with status 3: no |" in _fresh(tmp_path, CC=str(compiler))
+
+
+def test_three_processes_build_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        outs = list(pool.map(lambda _: _fresh(tmp_path), range(3)))
+    assert all(out.startswith("True |") for out in outs)
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+def test_native_linear_keeps_its_weight_alive() -> None:
+    linear = NativeLinear(torch.eye(32))
+    torch.randn(4096)
+    assert torch.equal(linear(torch.eye(32)), torch.eye(32))
