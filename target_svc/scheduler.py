@@ -78,23 +78,25 @@ class Scheduler:
 
     def check_room(self, limit_len: int) -> None:
         """Refuses a session that could never run, or that would have to wait in a full queue."""
-        page_tokens, total = self._engine.attention.page_tokens, self._engine.stats().total
-        needed = -(-limit_len // page_tokens)
-        if needed > total:
-            text = f"prompt and max_new_tokens need {needed} KV pages of {page_tokens} tokens"
+        stats = self._engine.stats()
+        needed = self._pages(limit_len)
+        if needed > stats.total:
             raise SpecwireError(
                 Reason.KV_PAGES_EXHAUSTED,
-                f"{text}; the target has {total}",
-                {"needed": str(needed), "total": str(total)},
+                f"prompt and max_new_tokens need {needed} KV pages; the target has {stats.total}",
+                {"needed": str(needed), "total": str(stats.total)},
                 retry_after_ms=0,
             )
-        # The newest may still be admitted at once: only those that stay behind count.
-        if len(self._waiting) > self._settings.max_waiting:
-            raise SpecwireError(
-                Reason.QUEUE_FULL,
-                f"{self._settings.max_waiting} sessions already wait for KV pages",
-                {"limit": str(self._settings.max_waiting)},
-            )
+        # Those that came in this moment wait too, but not for pages: what is free may be for them.
+        ahead = sum(self._pages(session.spec.limit_len) for session in self._waiting)
+        free = stats.free + sum(len(table.pages) for table in self._released)
+        limit = self._settings.max_waiting
+        if ahead + needed > free and len(self._waiting) >= limit:
+            text = f"{limit} sessions already wait for KV pages"
+            raise SpecwireError(Reason.QUEUE_FULL, text, {"limit": str(limit)})
+
+    def _pages(self, length: int) -> int:
+        return -(-length // self._engine.attention.page_tokens)
 
     def add(self, session: Session) -> None:
         """Takes a new session with its step 0; it waits here until its pages are free."""

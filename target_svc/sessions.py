@@ -99,15 +99,11 @@ class Session:
         return self.done_step < 0
 
     @property
-    def kv_len(self) -> int:
-        return self.prefilled if self.opening else len(self.ids) - 1
-
-    @property
     def remaining(self) -> int:
         return self.spec.limit_len - len(self.ids)
 
     def renew(self, now: float, lease_s: float = 0.0) -> None:
-        """A lease is only ever extended, except where its length is named anew."""
+        """The lease runs anew; `lease_s` changes its length."""
         self.lease_s = lease_s or self.lease_s
         self.lease_until = now + self.lease_s
 

@@ -17,8 +17,12 @@ class TargetSettings(ServiceSettings):
 
     address: str = Field("unix:/tmp/specwire-target.sock", description="where to listen")
     model: str = Field("default", description="a directory, a .gguf file, or `default`")
-    dtype: str = Field("auto", description="dtype of the weights")
-    kv_dtype: str = Field("auto", description="dtype of the KV cache")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of the weights: auto, bfloat16 or float32"
+    )
+    kv_dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of the KV cache: auto, bfloat16 or float32"
+    )
     device: str = Field("auto", description="cpu or cuda")
     attention_backend: str | None = Field(
         None, description="attention backend by name; refused, never replaced, when it does not fit"
@@ -47,7 +51,7 @@ class TargetSettings(ServiceSettings):
         description="life of a session without traffic, unless its opener names one",
     )
     push_allow: tuple[str, ...] = Field(
-        ("unix:*", "localhost:*", "127.0.0.1:*", "[::1]:*"),
+        ("unix:*", "localhost:*", "127.0.0.1:*", "[[]::1]:*"),
         description="draft addresses that rows may be sent to, as shell patterns",
     )
     push_max_streams: int = Field(16, ge=1, description="draft addresses with open row streams")

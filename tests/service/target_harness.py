@@ -59,7 +59,7 @@ class Peer:
         return reply.refused
 
     async def heartbeat(self, *keys: common_pb2.SessionKey, lease_ms: int = 0) -> list[int]:
-        """Session ids that the target does not know. Also a barrier: items sent before have been handled."""
+        """Session ids that the target does not know. Also a barrier: earlier items were handled."""
         message = target_pb2.Heartbeat(coordinator=1, sessions=keys, lease_ms=lease_ms)
         await self.send(message)
         reply = await self.reply()
@@ -120,7 +120,8 @@ class Target:
     async def until_idle(self, timeout: float = 1.0) -> None:
         """All sessions gone and all pages free, in time."""
         async with asyncio.timeout(timeout):
-            while len(self.app.scheduler.sessions) or self.engine.stats().tables:
+            await self.app.scheduler.idle.wait()
+            while self.engine.stats().tables:  # noqa: ASYNC110  (the engine tells nobody)
                 await asyncio.sleep(0.01)
         self.engine.check_integrity()
         assert self.engine.stats().free == self.engine.stats().total

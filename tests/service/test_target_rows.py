@@ -1,0 +1,177 @@
+"""Row export of a target: bytes, ranges, refusals, overflow, reconnect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from specwire.v1 import common_pb2, draft_pb2, target_pb2
+from target_svc.features import _allowed
+from target_svc.settings import TargetSettings
+from tests.service.target_harness import (
+    TAPS,
+    FakeDraft,
+    draft_server,
+    key,
+    open_target,
+    push_to,
+    target,
+    verify,
+)
+from tests.service.toy_engine import EOS, HIDDEN, ToyEngine, continuation, row
+
+PROMPT = list(range(10, 80))
+TEXT = continuation(PROMPT, 40)
+ROW_BYTES = 2 * HIDDEN * len(TAPS)
+
+
+def expected(start: int, end: int, ids: list[int]) -> bytes:
+    rows = [row(ids[: p + 1], TAPS).view(torch.uint16).numpy().tobytes() for p in range(start, end)]
+    return b"".join(rows)
+
+
+def joined(chunks: Iterable[draft_pb2.FeatureChunk], step_id: int) -> tuple[int, bytes]:
+    """First position and bytes of one step's rows, which have no gaps."""
+    of_step = [c for c in chunks if c.step_id == step_id]
+    for before, after in pairwise(of_step):
+        assert before.start + before.count == after.start
+    return of_step[0].start, b"".join(c.rows for c in of_step)
+
+
+async def test_rows_are_the_engines_taps(tmp_path: Path) -> None:
+    """Every prompt row from rows_from on, in chunks, then accepted + 1 rows of each step."""
+    address = f"unix:{tmp_path / 'd.sock'}"
+    ids = [*PROMPT, *TEXT]
+    async with draft_server(address, FakeDraft()) as draft, target() as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to(address), rows_from=5))
+        opened = await peer.verdict()
+        assert (opened.rows_start, opened.rows_count) == (5, 65)
+        await peer.send(verify(1, 71, [*TEXT[1:3], 0]))
+        verdict = await peer.verdict()
+        assert (verdict.accepted, verdict.rows_start, verdict.rows_count) == (2, 70, 3)
+        chunks = await draft.rows(68)
+        assert len({(c.start) for c in chunks if c.step_id == 0}) == 3  # three prompt chunks
+        assert joined(chunks, 0) == (5, expected(5, 70, ids))
+        assert joined(chunks, 1) == (70, expected(70, 73, ids))
+        assert service.count("row_bytes", outcome="sent") == 68 * ROW_BYTES
+        assert all(c.key == key() for c in chunks)
+
+
+async def test_rows_end_at_a_stop(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'd.sock'}"
+    engine = ToyEngine()
+    engine.forced[72] = EOS
+    async with draft_server(address, FakeDraft()) as draft, target(engine) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to(address)))
+        await peer.verdict()
+        after = continuation([*PROMPT, *TEXT[:2], EOS], 2)
+        await peer.send(verify(1, 71, [TEXT[1], EOS, *after]))
+        verdict = await peer.verdict()
+        assert (verdict.new_len, verdict.rows_start, verdict.rows_count) == (73, 70, 2)
+        chunks = await draft.rows(72)
+        assert joined(chunks, 1)[1] == expected(70, 72, [*PROMPT, *TEXT])
+
+
+async def test_rows_again_and_after_a_restart(tmp_path: Path) -> None:
+    """ExportRows sends recent rows under the latest step's id; the stream comes back by itself."""
+    address = f"unix:{tmp_path / 'd.sock'}"
+    ids = [*PROMPT, *TEXT]
+    async with target(row_history_tokens=40) as service:
+        peer = service.peer()
+        async with draft_server(address, FakeDraft()) as first:
+            await peer.send(open_target(PROMPT, push_to=push_to(address)))
+            await peer.verdict()
+            await first.rows(70)
+        async with draft_server(address, FakeDraft()) as second:
+            await peer.send(verify(1, 71, TEXT[1:3]))
+            await peer.verdict()
+            second.chunks.clear()
+            for _ in range(50):  # what is sent while the stream breaks may be lost
+                second.chunks.clear()
+                await peer.send(target_pb2.ExportRows(key=key(), **{"from": 60}))
+                await peer.heartbeat()
+                await asyncio.sleep(0.1)
+                if sum(c.count for c in second.chunks) == 13:
+                    break
+            assert joined(second.chunks, 1) == (60, expected(60, 73, ids))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"encoding": 0}, "encoding"),
+        ({"convention": 0}, "convention"),
+        ({"dtype": common_pb2.D_TYPE_FLOAT32}, "dtype"),
+        ({"tap_ids": (3, 1)}, "tap_ids"),
+        ({"tap_ids": (1, 4)}, "tap_ids"),
+        ({"tap_ids": ()}, "tap_ids"),
+        ({"width": 8}, "width"),
+    ],
+)
+async def test_formats_that_do_not_fit(change: dict[str, object], field: str) -> None:
+    """WC-15: both values are named."""
+    async with target() as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to("unix:/nowhere", **change)))
+        refused = await peer.refused()
+        assert refused.error.reason == "ROWS_REFUSED"
+        assert refused.error.metadata["field"] == f"push_to.format.{field}"
+        assert refused.error.metadata["accepted"]
+
+
+async def test_addresses_that_are_not_allowed() -> None:
+    async with target(push_allow=("unix:*", "draft-*:7000")) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to("10.0.0.1:7000")))
+        assert (await peer.refused()).error.reason == "PUSH_ADDRESS_REFUSED"
+        await service.until_idle()
+
+
+def test_patterns_match_one_host_and_port() -> None:
+    local = TargetSettings().push_allow
+    good = ("unix:/run/d.sock", "localhost:1", "127.0.0.1:7002", "[::1]:7002")
+    bad = (
+        "localhost:1,evil:2",
+        "localhost:80.evil",
+        "localhost:x:2",
+        "dns:///localhost:1",
+        "",
+        ":1",
+    )
+    assert all(_allowed(address, local) for address in good)
+    assert not any(_allowed(address, local) for address in bad)
+
+
+async def test_a_dead_or_silent_draft_never_blocks(tmp_path: Path) -> None:
+    """No server, then one that gives no credit: steps go on, rows overflow and are counted."""
+    dead, silent = f"unix:{tmp_path / 'no.sock'}", f"unix:{tmp_path / 's.sock'}"
+    limits = {"push_queue_bytes": 1024, "push_window_bytes": 1024}
+    async with draft_server(silent, FakeDraft(credit=False)), target(**limits) as service:
+        for number, address in enumerate((dead, silent), start=1):
+            peer = service.peer()
+            await peer.send(open_target(PROMPT, at=key(number), push_to=push_to(address)))
+            assert (await peer.verdict()).new_len == 71
+            await peer.send(verify(1, 71, TEXT[1:8], at=key(number)))
+            assert (await peer.verdict()).new_len == 79
+            assert service.count("row_bytes", outcome="overflow") > 0
+
+
+async def test_idle_streams_make_place(tmp_path: Path) -> None:
+    async with target(push_max_streams=1) as service:
+        peer = service.peer()
+        first, second = (push_to(f"unix:{tmp_path / name}") for name in ("a", "b"))
+        await peer.send(open_target(PROMPT, at=key(1), push_to=first))
+        await peer.verdict()
+        await peer.send(open_target(PROMPT, at=key(2), push_to=second))
+        assert (await peer.refused()).error.reason == "ROWS_REFUSED"
+        await peer.send(target_pb2.CloseSession(key=key(1)))
+        await peer.reply()
+        await peer.send(open_target(PROMPT, at=key(2), push_to=second))
+        assert (await peer.verdict()).new_len == 71
