@@ -1,4 +1,4 @@
-"""A coordinator between a toy target and a scripted draft, all in this process, over UNIX sockets."""
+"""A coordinator between a toy target and a scripted draft: one process, UNIX sockets."""
 
 from __future__ import annotations
 
@@ -113,6 +113,9 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         kind = item.WhichOneof("item")
         if kind == "open":
             self.opens.append(item.open)
+            key = item.open.key
+            for older in range(key.generation):
+                self.sessions.pop((key.session_id, older), None)
             self.sessions[_name(item.open.key)] = decode_ids(item.open.ids)
             if self.silent_open:
                 return []
@@ -197,8 +200,8 @@ class World:
         """Both workers know no session any more, and the target's pages are free."""
         async with asyncio.timeout(timeout):
             await self.app.scheduler.idle.wait()
-            while self.engine.stats().tables or (self.draft is not None and self.draft.sessions):
-                await asyncio.sleep(0.01)  # noqa: ASYNC110  (nobody tells)
+            while self.engine.stats().tables or (self.draft and self.draft.sessions):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         self.engine.check_integrity()
 
 
@@ -214,14 +217,16 @@ async def world(
             settings.setdefault("draft", (made.draft_address,))
         fields = {"drain_ms": 0, "reflection": False, "proposal_wait_min_ms": 500, **settings}
         chosen = CoordinatorSettings(address=f"unix:{name}/c", target=made.target_address, **fields)
-        async with CoordinatorHost(chosen, TokenizerCache(made.folder)) as made.host:
-            await made.wait_ready()
-            async with AsyncClient(made.host.address) as made.client:
-                yield made
-        if draft is not None:
-            await draft.stop()
-        made.engine.gate.set()
-        await made.app.stop()
+        try:
+            async with CoordinatorHost(chosen, TokenizerCache(made.folder)) as made.host:
+                await made.wait_ready()
+                async with AsyncClient(made.host.address) as made.client:
+                    yield made
+        finally:
+            if draft is not None:
+                await draft.stop()
+            made.engine.gate.set()
+            await made.app.stop()
 
 
 @asynccontextmanager

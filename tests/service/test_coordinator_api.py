@@ -1,0 +1,172 @@
+"""The public API's checks, the handshake, and what GetInfo shows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.handshake import check_drafter, check_target, check_worker
+from coordinator.settings import CoordinatorSettings
+from specwire.errors import Reason, SpecwireError
+from specwire.v1 import common_pb2, draft_pb2, generate_pb2, target_pb2
+from tests.service.coordinator_harness import PROMPT, ScriptedDraft, public_stub, row_drafter, world
+from tests.service.toy_engine import VOCAB, continuation
+
+_F, _P = Reason.FIELD_INVALID, Reason.PROMPT_TOO_LONG
+_LONG = [1] * 512
+
+BAD: list[tuple[dict[str, Any], Reason, str, str]] = [
+    ({"token_ids": []}, _F, "tokens", "empty"),
+    ({"prompt": ""}, _F, "prompt", "empty"),
+    ({"messages": [{"role": "user", "content": "x"}]}, _F, "chat", "messages"),
+    ({"token_ids": _LONG}, _P, "tokens", "512 tokens"),
+    ({"token_ids": [1, VOCAB]}, Reason.VOCAB_RANGE, "tokens.ids[1]", str(VOCAB)),
+    ({"temperature": -0.1}, _F, "sampling.temperature", "-0.1"),
+    ({"temperature": math.nan}, _F, "sampling.temperature", "nan"),
+    ({"temperature": math.inf}, _F, "sampling.temperature", "inf"),
+    ({"top_p": 0.0}, _F, "sampling.top_p", "0.0"),
+    ({"top_p": 1.5}, _F, "sampling.top_p", "1.5"),
+    ({"top_p": math.nan}, _F, "sampling.top_p", "nan"),
+    ({"max_tokens": 0}, _F, "max_tokens", "0"),
+    ({"max_tokens": 509}, _F, "max_tokens", "509"),
+    ({"stop": ["x"] * 17}, _F, "stop", "17 strings"),
+    ({"stop": [""]}, _F, "stop[0]", "0 characters"),
+    ({"stop_token_ids": [VOCAB]}, Reason.VOCAB_RANGE, "stop_token_ids[0]", str(VOCAB)),
+    ({"model": "other"}, Reason.MODEL_UNKNOWN, "model", "other"),
+    ({"method": "eagle"}, Reason.METHOD_UNKNOWN, "speculation.method", "eagle"),
+    ({"num_speculative_tokens": 8}, _F, "speculation.num_speculative_tokens", "8"),
+]
+
+
+async def test_what_a_request_may_say() -> None:
+    async with world(ScriptedDraft()) as made:
+        for options, reason, field, value in BAD:
+            with pytest.raises(SpecwireError) as caught:
+                await made.generate(**options)
+            error = caught.value
+            assert error.reason is reason, options
+            assert error.metadata["field"] == field
+            assert error.metadata["value"].strip("'").startswith(value)
+            assert error.metadata["accepted"]
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate(method="eagle")
+        assert "plain, toy" in caught.value.message
+        assert not made.host.servicer.sessions
+        # The edges of what is accepted.
+        result = await made.generate(max_tokens=508, ignore_eos=True)
+        assert list(result.token_ids) == continuation(PROMPT, 508)
+
+
+async def test_info_names_the_workers_and_methods() -> None:
+    async with world(ScriptedDraft()) as made:
+        info = await made.client.info()
+        assert [(w.role, w.state) for w in info.workers] == [
+            ("target", "ready"),
+            ("draft", "ready"),
+        ]
+        assert list(info.methods) == ["plain", "toy"] and info.default_method == "toy"
+        assert info.workers[1].methods == ("toy",)
+        assert info.model.name == "toy" and info.default_exactness == "exact"
+
+
+async def test_a_drafter_that_does_not_fit_is_refused_with_both_values() -> None:
+    draft = ScriptedDraft(target_hidden_size=4096)
+    async with world(ScriptedDraft()) as made:
+        await made.draft.stop()  # type: ignore[union-attr]
+        await draft.start(made.draft_address)
+        worker = made.host.fleet.drafts[0]
+        for _ in range(100):
+            if worker.link.state == "refused":
+                break
+            await asyncio.sleep(0.05)
+        info = await made.client.info()
+        assert info.workers[1].state == "refused"
+        assert "4096" in info.workers[1].reason and "8" in info.workers[1].reason
+        assert list((await made.generate()).token_ids) == continuation(PROMPT, 40)
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate(method="toy")
+        assert caught.value.reason is Reason.METHOD_UNKNOWN
+        assert "4096" in caught.value.message
+        await draft.stop()
+        await made.start_draft()
+
+
+def _target(**fields: Any) -> target_pb2.TargetServiceGetInfoResponse:
+    return target_pb2.TargetServiceGetInfoResponse(
+        worker=common_pb2.WorkerInfo(protocol_major=1, incarnation=1),
+        model=common_pb2.ModelInfo(
+            fingerprint="fp",
+            tokenizer_hash="th",
+            vocab_size=1000,
+            hidden_size=8,
+            layer_count=4,
+            max_length_tokens=512,
+        ),
+        tap_layer_count=4,
+        row_encodings=[common_pb2.ROW_ENCODING_TAPS],
+        row_dtype=common_pb2.D_TYPE_BFLOAT16,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted", "has"),
+    [
+        ({"target_hidden_size": 9}, "9", "8"),
+        ({"target_layer_count": 5}, "5", "4"),
+        ({"target_vocab_size": 1001}, "1001", "1000"),
+        ({"tokenizer_hash": "other"}, "other", "th"),
+        ({"target_fingerprint": "other"}, "other", "fp"),
+        (row_drafter(tap_ids=(1, 4)), "[1, 4]", "below 4"),
+        (row_drafter(tap_ids=(3, 1)), "[3, 1]", "rising"),
+        (row_drafter(dtype=common_pb2.D_TYPE_FLOAT32), "FLOAT32", "BFLOAT16"),
+        (row_drafter(width=24), "24", "16"),
+        (row_drafter(convention=0), "UNSPECIFIED", "OUTPUT_OF_LAYER"),
+        (row_drafter(encoding=0), "UNSPECIFIED", "TAPS"),
+    ],
+)
+def test_mismatches_name_both_values(fields: dict[str, Any], wanted: str, has: str) -> None:
+    drafter = draft_pb2.DrafterInfo(method="toy", max_draft_tokens=7, **fields)
+    with pytest.raises(SpecwireError) as caught:
+        check_drafter(_target(), drafter)
+    assert caught.value.reason is Reason.MODEL_MISMATCH
+    assert wanted in caught.value.metadata["draft"]
+    assert has in caught.value.metadata["target"]
+
+
+def test_what_is_unset_fits_any_target() -> None:
+    check_drafter(_target(), draft_pb2.DrafterInfo(method="toy", max_draft_tokens=7))
+    check_drafter(
+        _target(), draft_pb2.DrafterInfo(method="toy", max_draft_tokens=7, **row_drafter())
+    )
+
+
+def test_protocol_and_drive_are_checked() -> None:
+    with pytest.raises(SpecwireError, match="major 2"):
+        check_worker("draft", common_pb2.WorkerInfo(protocol_major=2, incarnation=1))
+    drive = target_pb2.TargetServiceGetInfoResponse.DRIVE_ENGINE
+    with pytest.raises(SpecwireError, match="ENGINE"):
+        check_target(_target(drive=drive))
+
+
+def test_settings_are_frozen_and_refuse_what_is_unknown() -> None:
+    settings = CoordinatorSettings.load(
+        ["--address", "unix:/c", "--target", "unix:/t", "--draft", "unix:/a,unix:/b"]
+    )
+    assert settings.draft == ("unix:/a", "unix:/b")
+    with pytest.raises(SpecwireError) as caught:
+        CoordinatorSettings.load(["--max-sessions", "0"])
+    assert caught.value.reason is Reason.SETTINGS_INVALID
+    assert caught.value.metadata["field"] == "max_sessions"
+
+
+async def test_a_request_without_input_is_refused() -> None:
+    async with world() as made, public_stub(made) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Generate(generate_pb2.GenerateRequest()):
+                pass
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
