@@ -44,18 +44,32 @@ def add_handlers(host: GrpcHost, handlers: dict[str, Callable[[Any, Any], Any]])
 
 
 @asynccontextmanager
+async def running(
+    address: str | list[str] = "127.0.0.1:0",
+    handlers: dict[str, Callable[[Any, Any], Any]] | None = None,
+    link: bool = True,
+    reflection: bool = False,
+) -> AsyncIterator[GrpcHost]:
+    """A started host, drained whatever the test does: a server must not outlive its loop."""
+    host = GrpcHost(address=address, services=[SERVICE], link=link, reflection=reflection)
+    add_handlers(host, handlers or {})
+    await host.start()
+    try:
+        yield host
+    finally:
+        await host.drain(0)
+
+
+@asynccontextmanager
 async def hosted(
     handlers: dict[str, Callable[[Any, Any], Any]], link: bool = False
 ) -> AsyncIterator[grpc.aio.Channel]:
-    host = GrpcHost(address="127.0.0.1:0", services=[SERVICE], link=link)
-    add_handlers(host, handlers)
-    await host.start()
     options = [*channel_options(link), ("grpc.enable_http_proxy", 0)]
-    try:
-        async with grpc.aio.insecure_channel(host.addresses[0], options=options) as channel:
-            yield channel
-    finally:
-        await host.drain(0)
+    async with (
+        running(handlers=handlers, link=link) as host,
+        grpc.aio.insecure_channel(host.addresses[0], options=options) as channel,
+    ):
+        yield channel
 
 
 async def call(channel: grpc.aio.Channel, kind: str, payload: bytes = b"x") -> list[bytes]:

@@ -100,8 +100,10 @@ async def fake(tmp_path: Any) -> AsyncIterator[Fake]:
     servicer = FakeCoordinator()
     generate_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, host.server)
     await host.start()
-    yield servicer, host.addresses[0]
-    await host.drain(0)
+    try:
+        yield servicer, host.addresses[0]
+    finally:
+        await host.drain(0)
 
 
 async def both(address: str, **options: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from specwire import probe
 from specwire.errors import Reason, SpecwireError, from_rpc_error
 from specwire.rpc import LINK_MESSAGE_BYTES, PUBLIC_MESSAGE_BYTES, channel_options, server_options
 from specwire.serve import GrpcHost
-from tests.contract.support import SERVICE, add_handlers, call, hosted
+from tests.contract.support import SERVICE, call, hosted, running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -30,9 +30,7 @@ async def echo(request: bytes, context: Any) -> bytes:
 
 
 async def test_health_is_not_serving_until_told() -> None:
-    host = GrpcHost(address="127.0.0.1:0", services=[SERVICE], link=True)
-    await host.start()
-    async with grpc.aio.insecure_channel(host.addresses[0]) as channel:
+    async with running() as host, grpc.aio.insecure_channel(host.addresses[0]) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
 
         async def states() -> list[int]:
@@ -48,55 +46,54 @@ async def test_health_is_not_serving_until_told() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(health_pb2.HealthCheckRequest(service="other"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    await host.drain(0)
 
 
 async def test_probe_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"unix:{tmp_path}/s"
-    host = GrpcHost(address=address, services=[SERVICE], link=True)
-    await host.start()
-    assert await asyncio.to_thread(probe.main, [address]) == 1
-    host.set_serving(True)
-    assert await asyncio.to_thread(probe.main, [address, "--service", SERVICE]) == 0
-    assert await asyncio.to_thread(probe.main, [address, "--service", "other"]) == 1
-    await host.drain(0)
-    assert await asyncio.to_thread(probe.main, [address, "--timeout-s", "1"]) == 1
+
+    async def status(*flags: str) -> int:
+        return await asyncio.to_thread(probe.main, [address, "--timeout-s", "20", *flags])
+
+    async with running(address) as host:
+        assert await status() == 1
+        await host.set_serving(True)
+        assert await status("--service", SERVICE) == 0
+        assert await status("--service", "other") == 1
+    assert await status() == 1
     lines = capsys.readouterr().out.splitlines()
     ends = ["NOT_SERVING", "SERVING", "SERVICE_UNKNOWN", "UNREACHABLE"]
     assert [line.rsplit(" ", 1)[1] for line in lines] == ends
 
 
-async def test_reflection_only_when_asked() -> None:
-    for wanted in (True, False):
-        host = GrpcHost(address="127.0.0.1:0", services=[SERVICE], link=True, reflection=wanted)
-        await host.start()
-        async with grpc.aio.insecure_channel(host.addresses[0]) as channel:
-            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-            running = stub.ServerReflectionInfo()
-            await running.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            if wanted:
-                reply = await running.read()
-                names = [s.name for s in reply.list_services_response.service]
-                assert SERVICE in names
-                await running.done_writing()
-            else:
-                with pytest.raises(grpc.aio.AioRpcError):
-                    await running.read()
-        await host.drain(0)
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_reflection_only_when_asked(wanted: bool) -> None:
+    async with (
+        running(reflection=wanted) as host,
+        grpc.aio.insecure_channel(host.addresses[0]) as channel,
+    ):
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = stub.ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        if wanted:
+            reply = await asked.read()
+            assert SERVICE in [s.name for s in reply.list_services_response.service]
+            assert await asked.read() is grpc.aio.EOF
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asked.read()
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_a_used_address_is_a_typed_error(kind: str, tmp_path: Path) -> None:
     address = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/s"
-    first = GrpcHost(address=address, services=[], link=True)
-    await first.start()
-    second = GrpcHost(address=first.addresses[0], services=[], link=True)
-    with pytest.raises(SpecwireError) as caught:
-        await second.start()
-    assert caught.value.reason is Reason.PORT_IN_USE
-    assert first.addresses[0] in caught.value.message
-    await second.drain(0)
-    await first.drain(0)
+    async with running(address) as first:
+        second = GrpcHost(address=first.addresses[0], services=[], link=True)
+        with pytest.raises(SpecwireError) as caught:
+            await second.start()
+        assert caught.value.reason is Reason.PORT_IN_USE
+        assert first.addresses[0] in caught.value.message
 
 
 async def test_an_impossible_address_is_a_typed_error() -> None:
@@ -106,18 +103,15 @@ async def test_an_impossible_address_is_a_typed_error() -> None:
             await host.start()
         assert caught.value.reason is Reason.SETTINGS_INVALID
         assert address in caught.value.message
-        await host.drain(0)
 
 
 async def test_unix_sockets_are_private_and_stale_ones_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
-    host = GrpcHost(address=[f"unix:{path}", "127.0.0.1:0"], services=[], link=True)
-    await host.start()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert len(host.addresses) == 2 and not host.addresses[1].endswith(":0")
-    await host.drain(0)
+    async with running([f"unix:{path}", "127.0.0.1:0"]) as host:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert len(host.addresses) == 2 and not host.addresses[1].endswith(":0")
 
 
 async def test_message_limits() -> None:
@@ -204,14 +198,14 @@ async def test_drain_lets_running_calls_end() -> None:
         await asyncio.sleep(0.3)
         return b"done"
 
-    host = GrpcHost(address="127.0.0.1:0", services=[SERVICE], link=True)
-    add_handlers(host, {"unary_unary": slow})
-    await host.start()
-    async with grpc.aio.insecure_channel(host.addresses[0]) as channel:
-        running = asyncio.ensure_future(call(channel, "unary_unary"))
+    async with (
+        running(handlers={"unary_unary": slow}) as host,
+        grpc.aio.insecure_channel(host.addresses[0]) as channel,
+    ):
+        pending = asyncio.ensure_future(call(channel, "unary_unary"))
         await started.wait()
         await host.drain(5)
-        assert await running == [b"done"]
+        assert await pending == [b"done"]
         with pytest.raises(grpc.RpcError) as caught:
             await call(channel, "unary_unary")
         assert from_rpc_error(caught.value).reason is Reason.UNREACHABLE
