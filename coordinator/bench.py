@@ -1,0 +1,230 @@
+"""`specwire bench`: modes compared prompt by prompt, so that drift hits all alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Protocol, Unpack
+
+import typer
+import uvloop
+
+from coordinator import bench_report as report_of
+from coordinator import options as opt
+from coordinator.bench_prompts import Prompt, load_prompts
+from coordinator.bench_stats import PromptRun, overhead_ms_per_round, summarize
+from specwire.client import AsyncClient, AsyncStream, Delta, Finished, GenerateOptions
+from specwire.errors import SpecwireError
+
+WARM_UP = Prompt(-1, "warm-up", ({"role": "user", "content": "Count from one to ten."},))
+WARM_UP_TOKENS = 24
+EXACTNESS = ("exact", "fast")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    exactness: str = "exact"
+    num_speculative_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One column. `draft` is the default drafter; `plain@fast` has its own exactness."""
+
+    label: str
+    method: str
+    exactness: str
+
+
+class Streams(Protocol):
+    """What the bench needs of a client; tests put another in its place."""
+
+    def stream(self, **options: Unpack[GenerateOptions]) -> AsyncStream: ...
+
+
+def parse_modes(text: str, exactness: str) -> list[Mode]:
+    if exactness not in EXACTNESS:
+        raise SpecwireError.field("--exactness", exactness, ", ".join(EXACTNESS))
+    modes: list[Mode] = []
+    for label in (part.strip() for part in text.split(",")):
+        name, at, chosen = label.partition("@")
+        if not name or (at and chosen not in EXACTNESS):
+            raise SpecwireError.field("--modes", text, "NAME or NAME@exact or NAME@fast, by commas")
+        if label in (mode.label for mode in modes):
+            raise SpecwireError.field("--modes", text, f"each mode once; {label} is there twice")
+        modes.append(Mode(label, "" if name == "draft" else name, chosen or exactness))
+    return modes
+
+
+def rotated(modes: Sequence[Mode], turn: int) -> list[Mode]:
+    """Each mode is first equally often: who goes second finds warmer caches."""
+    at = turn % len(modes)
+    return [*modes[at:], *modes[:at]]
+
+
+async def run_modes(
+    client: Streams,
+    prompts: Sequence[Prompt],
+    modes: Sequence[Mode],
+    options: BenchOptions,
+    progress: Callable[[str], None],
+) -> dict[str, list[PromptRun]]:
+    runs: dict[str, list[PromptRun]] = {mode.label: [] for mode in modes}
+    for mode in modes:
+        await measure(client, WARM_UP, mode, options, WARM_UP_TOKENS)
+    for turn, prompt in enumerate(prompts):
+        for mode in rotated(modes, turn):
+            run = await measure(client, prompt, mode, options, options.max_tokens)
+            runs[mode.label].append(run)
+        progress(f"{turn + 1}/{len(prompts)} prompts")
+    if "plain" in runs:
+        await add_margins(client, prompts, modes, options, runs)
+    return runs
+
+
+async def add_margins(
+    client: Streams,
+    prompts: Sequence[Prompt],
+    modes: Sequence[Mode],
+    options: BenchOptions,
+    runs: dict[str, list[PromptRun]],
+) -> None:
+    """Runs `plain` again where a mode differs from it: margins cost time, so none are measured."""
+    plain = next(mode for mode in modes if mode.label == "plain")
+    for at, reference in enumerate(runs["plain"]):
+        if all(found[at].token_ids == reference.token_ids for found in runs.values()):
+            continue
+        again = await measure(
+            client, prompts[at], plain, options, options.max_tokens, return_margins=True
+        )
+        if again.token_ids == reference.token_ids:
+            runs["plain"][at] = replace(reference, margins=again.margins)
+
+
+async def measure(
+    client: Streams,
+    prompt: Prompt,
+    mode: Mode,
+    options: BenchOptions,
+    max_tokens: int,
+    return_margins: bool = False,
+) -> PromptRun:
+    ids: list[int] = []
+    margins: list[float] = []
+    first_at = first_tokens = 0
+    finished: Finished | None = None
+    began = time.perf_counter_ns()
+    stream = client.stream(
+        messages=prompt.messages,
+        max_tokens=max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        method=mode.method,
+        exactness=mode.exactness,
+        num_speculative_tokens=options.num_speculative_tokens,
+        return_token_ids=True,
+        return_margins=return_margins,
+    )
+    async with stream:
+        async for event in stream:
+            if isinstance(event, Finished):
+                finished = event
+            elif isinstance(event, Delta):
+                ids += event.token_ids
+                margins += event.margins
+                if not first_at and ids:
+                    first_at, first_tokens = time.perf_counter_ns(), len(ids)
+    ended = time.perf_counter_ns()
+    assert finished is not None  # the client raises when the final message is missing
+    record = finished.acceptance
+    return PromptRun(
+        index=prompt.index,
+        category=prompt.category,
+        token_ids=tuple(ids),
+        ttft_ms=((first_at or ended) - began) / 1e6,
+        total_ms=(ended - began) / 1e6,
+        first_tokens=first_tokens,
+        rounds=record.rounds,
+        margins=tuple(margins),
+        drafted_by_position=record.drafted_by_position,
+        accepted_by_position=record.accepted_by_position,
+        phase_ms=dict(record.phase_ms),
+    )
+
+
+async def compare(
+    address: str,
+    prompts_file: Path,
+    prompts: Sequence[Prompt],
+    modes: Sequence[Mode],
+    options: BenchOptions,
+) -> tuple[report_of.Report, dict[str, float | None]]:
+    """The JSON report, and each mode's overhead for the table."""
+    async with AsyncClient(address) as client:
+        server = await client.info()
+        runs = await run_modes(client, prompts, modes, options, opt.say)
+    settings = {
+        **asdict(options),
+        "num_speculative_tokens": options.num_speculative_tokens
+        or server.default_num_speculative_tokens,
+        "modes": [mode.label for mode in modes],
+        "default_method": server.default_method,
+        "fingerprint": server.model.fingerprint,
+        "workers": {worker.role: worker.device for worker in server.workers},
+        "attention": {worker.role: worker.attention.chosen for worker in server.workers},
+    }
+    entries = {label: summarize(found, runs.get("plain")) for label, found in runs.items()}
+    environment = report_of.environment(prompts_file, settings, server.model.name)
+    overheads = {label: overhead_ms_per_round(found) for label, found in runs.items()}
+    return {"environment": environment, "modes": entries}, overheads
+
+
+def bench(
+    prompts: Annotated[
+        Path,
+        typer.Option(help='JSON lines: {"prompt": ...} or {"messages": [...]}, with "category".'),
+    ],
+    modes: Annotated[
+        str,
+        typer.Option(help="Modes to compare. `draft` is the default drafter; NAME@fast for one."),
+    ] = "plain,draft",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens a prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of every prompt.")] = 0,
+    exactness: Annotated[str, typer.Option(help="`exact` or `fast`, for all modes.")] = "exact",
+    num_speculative_tokens: opt.DraftTokens = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the report here (.png, .svg).")] = None,
+    address: opt.Address = "",
+) -> None:
+    """Measure modes against each other: speed, tau, acceptance, and whether ids stay the same.
+
+    One request at a time, modes alternate prompt by prompt, generation stops at the end token.
+    tau = (tokens - 1) / verify steps, summed per category, then the mean over categories.
+    phase_ms in the JSON are totals: divide by rounds.
+
+    Examples:
+
+    \b
+      specwire bench --prompts prompts.jsonl --modes plain,ngram,dflash --json out.json
+      specwire bench --prompts prompts.jsonl --modes plain@fast,draft --temperature 0.8 --seed 7
+      specwire bench --prompts prompts.jsonl --address 127.0.0.1:7070 --plot out.png
+    """
+    chosen = parse_modes(modes, exactness)
+    loaded = load_prompts(prompts, limit)
+    if plot is not None:
+        report_of.require_matplotlib()
+    options = BenchOptions(max_tokens, temperature, seed, exactness, num_speculative_tokens)
+    with opt.coordinator_address(address) as found:
+        report, overheads = uvloop.run(compare(found, prompts, loaded, chosen, options))
+    report_of.print_table(report, overheads, report_of.console())
+    if json_file is not None:
+        report_of.write_json(report, json_file)
+    if plot is not None:
+        report_of.write_plot(report, plot)

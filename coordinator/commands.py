@@ -1,0 +1,15 @@
+"""The commands of this room, registered through the entry-point group `specwire.commands`."""
+
+from __future__ import annotations
+
+import typer
+
+from coordinator.bench import bench
+from coordinator.info_view import info
+from coordinator.talk import chat, generate
+from coordinator.up import up
+
+
+def register(app: typer.Typer) -> None:
+    for command in (up, generate, chat, bench, info):
+        app.command()(command)

@@ -1,0 +1,73 @@
+"""`specwire info`: what serves, with which models, methods and attention backends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coordinator import options as opt
+from specwire.client import Client, ServerInfo
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, as one JSON object.")] = False,
+    address: opt.Address = "",
+) -> None:
+    """Show what a coordinator serves: model, workers, drafters, attention backends and why.
+
+    Examples:
+
+    \b
+      specwire info
+      specwire info --address 127.0.0.1:7070 --json
+    """
+    with opt.coordinator_address(address) as found, Client(found) as client:
+        server = client.info()
+    if as_json:
+        print(json.dumps(asdict(server)))
+        return
+    console = Console()
+    console.print(model_table(server))
+    console.print(worker_table(server))
+    for worker in server.workers:
+        for name, reasons in worker.attention.candidates.items():
+            if reasons:
+                console.print(f"{worker.role}: {name} refused: {'; '.join(reasons)}", markup=False)
+
+
+def model_table(server: ServerInfo) -> Table:
+    model = server.model
+    table = Table(title=f"specwire {server.version}", title_justify="left", show_header=False)
+    rows = {
+        "model": model.name,
+        "fingerprint": model.fingerprint[:16],
+        "size": f"{model.layer_count} layers x {model.hidden_size}, {model.vocab_size} tokens",
+        "longest session": f"{model.max_length_tokens} tokens",
+        "methods": ", ".join(server.methods),
+        "default": f"{server.default_method}, K={server.default_num_speculative_tokens}, "
+        f"{server.default_exactness}",
+        "contract levels": ", ".join(server.contract_levels),
+        "protocol": ".".join(map(str, server.protocol)),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def worker_table(server: ServerInfo) -> Table:
+    table = Table(title="workers", title_justify="left")
+    for header in ("role", "state", "device", "methods", "attention", "KV", "address"):
+        table.add_column(header, overflow="fold")
+    for worker in server.workers:
+        report = worker.attention
+        kv = f"{report.kv_dtype}, {report.kv_bytes_per_token} B/token" if report.kv_dtype else "-"
+        state = f"{worker.state}: {worker.reason}" if worker.reason else worker.state
+        methods = ", ".join(worker.methods) or "-"
+        chosen = report.chosen or "-"
+        table.add_row(worker.role, state, worker.device, methods, chosen, kv, worker.address)
+    return table

@@ -1,0 +1,231 @@
+"""The embedded default: target, draft and coordinator as child processes on UNIX sockets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coordinator.runtime_file import runtime_base
+from specwire.errors import Reason, SpecwireError
+from specwire.rpc import channel_options
+from specwire.v1 import generate_pb2, generate_pb2_grpc
+
+Progress = Callable[[str], None]
+START_TIMEOUT_S = 180.0
+STOP_GRACE_S = 8.0
+LOG_TAIL_LINES = 5
+# sockaddr_un holds 108 bytes, the closing zero included.
+SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    model: str = "default"
+    draft: str = "default"
+    exactness: str = "exact"
+    threads: int = 0
+    # Where the coordinator listens; empty: a private UNIX socket.
+    listen: str = ""
+    # More flags for a service, by module: tests use them.
+    extra: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def flags_of(self, module: str) -> list[str]:
+        return [flag for name, flags in self.extra if name == module for flag in flags]
+
+
+@dataclass
+class Child:
+    module: str
+    address: str
+    flags: list[str]
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def name(self) -> str:
+        return {"target_svc": "target", "draft_svc": "draft"}.get(self.module, self.module)
+
+    def tail(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if line.strip()][-LOG_TAIL_LINES:]
+        return "\n".join(f"  {line}" for line in kept)
+
+
+class LocalDeployment:
+    """Use as a context manager: leaving it always stops the children."""
+
+    def __init__(
+        self, options: LocalOptions | None = None, progress: Progress = lambda line: None
+    ) -> None:
+        self.options = options or LocalOptions()
+        self.children: dict[str, Child] = {}
+        self._progress = progress
+        self._folder = Path(tempfile.mkdtemp(prefix="specwire-", dir=runtime_base()))  # mode 0700
+        self.address = self.options.listen or self._socket("coordinator")
+        self.target_address = self._socket("target")
+        self.draft_address = self._socket("draft")
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts all three at once, since they load side by side, and waits until they serve."""
+        began = time.monotonic()
+        for module in ("target_svc", "draft_svc", "coordinator"):
+            self.spawn(module)
+        for child in list(self.children.values()):
+            self._wait_serving(child, began + START_TIMEOUT_S)
+            self._progress(f"{child.name} ready after {time.monotonic() - began:.1f} s")
+        self._wait_workers(began + START_TIMEOUT_S)
+
+    def spawn(self, module: str) -> Child:
+        """Starts one service, or starts it again at its old address."""
+        address, flags = self._command(module)
+        log = self._folder / f"{module}.log"
+        command = [sys.executable, "-m", "coordinator.child", str(os.getpid()), module, *flags]
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=child_environment(self.options.threads),
+                start_new_session=True,  # a terminal's Ctrl-C reaches us only; we stop in order
+            )
+        child = Child(module, address, flags, log, process)
+        self.children[module] = child
+        return child
+
+    def check(self) -> None:
+        """Raises when a child has ended: name, status and the end of its log."""
+        for child in self.children.values():
+            status = child.process.poll()
+            if status is not None:
+                ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+                raise SpecwireError(
+                    Reason.ENGINE_DOWN, f"the {child.name} ended with {ended}:\n{child.tail()}"
+                )
+
+    def stop(self) -> None:
+        """Coordinator first, so that no session loses a worker under it."""
+        for child in reversed(list(self.children.values())):
+            self._end(child)
+        self.children.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end(self, child: Child) -> None:
+        if child.process.poll() is None:
+            child.process.send_signal(signal.SIGTERM)
+        try:
+            child.process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+
+    def _socket(self, name: str) -> str:
+        path = self._folder / f"{name}.sock"
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise SpecwireError.field("TMPDIR", str(path.parent), "a path short enough for sockets")
+        return f"unix:{path}"
+
+    def _command(self, module: str) -> tuple[str, list[str]]:
+        options, threads = self.options, str(self.options.threads)
+        if module == "target_svc":
+            address = self.target_address
+            flags = ["--model", options.model, "--exactness", options.exactness]
+            flags += ["--threads", threads, "--push-allow", self.draft_address]
+        elif module == "draft_svc":
+            address = self.draft_address
+            flags = ["--draft", options.draft, "--target", options.model, "--threads", threads]
+        else:
+            address = self.address
+            flags = ["--target", self.target_address, "--draft", self.draft_address]
+        return address, ["--address", address, *flags, *options.flags_of(module)]
+
+    def _wait_serving(self, child: Child, deadline: float) -> None:
+        self._progress(f"{child.name} loading")
+        with grpc.insecure_channel(child.address, options=channel_options(link=False)) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while not _serving(stub):
+                self._pause(child.name, deadline)
+
+    def _wait_workers(self, deadline: float) -> None:
+        """The coordinator serves once it has a target; wait for its draft too."""
+        with grpc.insecure_channel(self.address, options=channel_options(link=False)) as channel:
+            stub = generate_pb2_grpc.GenerationServiceStub(channel)
+            request = generate_pb2.GenerationServiceGetInfoRequest()
+            while True:
+                info = stub.GetInfo(request, timeout=10)
+                states = {worker.role: worker.state for worker in info.workers}
+                if states and "connecting" not in states.values():
+                    break
+                self._pause("coordinator's link", deadline)
+        for worker in info.workers:
+            if worker.state != "ready":
+                self._progress(f"{worker.role} is {worker.state}: {worker.reason}")
+
+    def _pause(self, name: str, deadline: float) -> None:
+        self.check()
+        if time.monotonic() > deadline:
+            text = f"the {name} was not ready after {START_TIMEOUT_S:.0f} s"
+            raise SpecwireError(Reason.ENGINE_DOWN, text)
+        time.sleep(0.05)
+
+
+def _serving(stub: health_pb2_grpc.HealthStub) -> bool:
+    try:
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
+    except grpc.RpcError:
+        return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """Three processes share the cores: a waiting OpenMP thread must sleep, not spin."""
+    cores = str(threads or len(os.sched_getaffinity(0)))
+    return {
+        **os.environ,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": cores,
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def parse_extra(values: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """`target.kv-memory-mb=256` as the flag `--kv-memory-mb 256` of the target."""
+    rooms = {"target": "target_svc", "draft": "draft_svc", "coordinator": "coordinator"}
+    found = []
+    for value in values:
+        name, equals, given = value.partition("=")
+        room, dot, flag = name.partition(".")
+        if not (equals and dot and flag and room in rooms):
+            raise SpecwireError.field("--set", value, "target|draft|coordinator.FLAG=VALUE")
+        found.append((rooms[room], (f"--{flag}", given)))
+    return tuple(found)

@@ -1,0 +1,186 @@
+"""`specwire generate` and `specwire chat`: text in, text out, and what speculation did for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from coordinator import options as opt
+from specwire.client import Client, Delta, Event, Finished, GenerateOptions
+from specwire.errors import SpecwireError
+from specwire.generation import collect
+
+ACCEPTED = "\x1b[32m"
+PLAIN = "\x1b[0m"
+Show = Callable[[Delta], str]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; `-` reads it from stdin.")],
+    chat_template: Annotated[
+        bool, typer.Option("--chat", help="Send the text as one user turn of a chat.")
+    ] = False,
+    max_tokens: opt.MaxTokens = 256,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    method: opt.Method = "",
+    num_speculative_tokens: opt.DraftTokens = None,
+    exactness: opt.Exactness = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object with text, ids and acceptance record.")
+    ] = False,
+    address: opt.Address = "",
+) -> None:
+    """Continue a text. The text goes to stdout as it comes, a line of statistics to stderr.
+
+    Examples:
+
+    \b
+      specwire generate --max-tokens 40 "The harbour at dawn"
+      specwire generate --chat --temperature 0.8 --seed 7 "Explain tides to a child"
+      git diff | specwire generate --chat --method plain --json -
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise SpecwireError.field("PROMPT", "", "a text that is not empty")
+    request: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop or (),
+        "method": method,
+        "num_speculative_tokens": num_speculative_tokens,
+        "exactness": exactness,
+    }
+    if chat_template:
+        request["messages"] = [{"role": "user", "content": text}]
+    else:
+        request["prompt"] = text
+    with opt.coordinator_address(address) as found, Client(found) as client:
+        if as_json:
+            print(json.dumps(asdict(client.generate(**request)), ensure_ascii=False))
+            return
+        with client.stream(**request) as stream:
+            _, finished = stream_text(stream, lambda delta: delta.text)
+    opt.say(statistics_line(finished))
+
+
+def chat(
+    system: Annotated[
+        str, typer.Option(help="System prompt. Unset: the default of the model's template.")
+    ] = "",
+    max_tokens: opt.MaxTokens = 512,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    seed: opt.Seed = None,
+    method: opt.Method = "",
+    num_speculative_tokens: opt.DraftTokens = None,
+    mark: Annotated[
+        str,
+        typer.Option(help="Accepted draft tokens: `colour`, `brackets`, `none`, or `auto`."),
+    ] = "auto",
+    address: opt.Address = "",
+) -> None:
+    """Talk with the model. Text that the drafter guessed right is shown in green.
+
+    /reset forgets the conversation, /exit (or Ctrl-D) ends it; Ctrl-C ends an answer.
+
+    Examples:
+
+    \b
+      specwire chat
+      specwire chat --temperature 0 --method ngram --mark brackets
+      specwire chat --address 127.0.0.1:7070 --system "Answer in one sentence."
+    """
+    show = shower(mark)
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    request: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "method": method,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    with opt.coordinator_address(address) as found, Client(found) as client:
+        client.info()  # a bad address is an error now, not after the first question
+        while (line := _read_line()) != "/exit":
+            if line == "/reset":
+                messages = list(start)
+            elif line:
+                messages.append({"role": "user", "content": line})
+                request["messages"] = messages
+                messages.append({"role": "assistant", "content": _answer(client, request, show)})
+
+
+def _read_line() -> str:
+    try:
+        return input("you> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return "/exit"
+
+
+def _answer(client: Client, request: GenerateOptions, show: Show) -> str:
+    parts: list[str] = []
+
+    def shown(delta: Delta) -> str:
+        parts.append(delta.text)
+        return show(delta)
+
+    try:
+        with client.stream(**request) as stream:
+            _, finished = stream_text(stream, shown)
+        opt.say(statistics_line(finished))
+    except KeyboardInterrupt:
+        print(PLAIN if opt.colour_wanted() else "")
+    return "".join(parts)
+
+
+def stream_text(events: Iterable[Event], show: Show) -> tuple[str, Finished]:
+    """Prints deltas as they come; returns the whole text and the final event."""
+    kept: list[Event] = []
+    for event in events:
+        kept.append(event)
+        if isinstance(event, Delta):
+            print(show(event), end="", flush=True)
+    print()
+    finished = kept[-1]
+    assert isinstance(finished, Finished)  # the client raises when the final message is missing
+    return collect(kept).text, finished
+
+
+def shower(mark: str) -> Show:
+    """How a delta is shown: its accepted part comes first and is set apart."""
+    kinds = {"colour": (ACCEPTED, PLAIN), "brackets": ("[", "]"), "none": ("", "")}
+    kind = ("colour" if opt.colour_wanted() else "none") if mark == "auto" else mark
+    if kind not in kinds:
+        raise SpecwireError.field("--mark", mark, "auto, colour, brackets, none")
+    before, after = kinds[kind]
+
+    def show(delta: Delta) -> str:
+        accepted, own = delta.text[: delta.accepted_chars], delta.text[delta.accepted_chars :]
+        return f"{before}{accepted}{after}{own}" if accepted else own
+
+    return show
+
+
+def statistics_line(finished: Finished) -> str:
+    record, tokens = finished.acceptance, finished.usage.completion_tokens
+    speed = tokens / record.total_ms * 1e3 if record.total_ms else 0.0
+    parts = [f"{tokens} tokens", f"{speed:.1f} tokens/s", record.method or "plain"]
+    if record.draft_tokens:
+        accepted = f"{record.accepted_tokens}/{record.draft_tokens}"
+        parts += [f"tau {record.tau:.2f}", f"{accepted} draft tokens accepted"]
+    parts += [f"seed {finished.sampling.seed}", str(finished.finish_reason)]
+    return "[" + ", ".join(parts) + "]"

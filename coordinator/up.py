@@ -1,0 +1,106 @@
+"""`specwire up`: the embedded default, until it is told to stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from coordinator import runtime_file
+from coordinator.local import LocalDeployment, LocalOptions, parse_extra
+from coordinator.options import say, terminated_cleanly
+from specwire.errors import Reason, SpecwireError
+
+WATCH_S = 0.2
+
+
+def up(
+    model: Annotated[
+        str, typer.Option(help="Target: a Hugging Face directory, a .gguf file, or `default`.")
+    ] = "default",
+    draft: Annotated[
+        str, typer.Option(help="Draft checkpoint: a directory, or `default`.")
+    ] = "default",
+    listen: Annotated[
+        str, typer.Option(help="Where to serve, such as 127.0.0.1:7070. Unset: a UNIX socket.")
+    ] = "",
+    exactness: Annotated[
+        str, typer.Option(help="`exact` or `fast`, for requests that do not say.")
+    ] = "exact",
+    threads: Annotated[int, typer.Option(min=0, help="Threads a service; 0: all cores.")] = 0,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other flag of a service: target.kv-memory-mb=256."),
+    ] = None,
+) -> None:
+    """Start target, draft and coordinator on this machine and serve until Ctrl-C.
+
+    Other commands find the deployment by themselves. Each service also starts alone, on any host:
+    `python -m target_svc --help`, `python -m draft_svc --help`, `python -m coordinator --help`.
+
+    Examples:
+
+    \b
+      specwire up
+      specwire up --listen 127.0.0.1:7070
+      specwire up --model ./SmolLM2-360M --set target.kv-memory-mb=512
+    """
+    if exactness not in ("exact", "fast"):
+        raise SpecwireError.field("--exactness", exactness, "exact, fast", Reason.SETTINGS_INVALID)
+    options = LocalOptions(model, draft, exactness, threads, listen, parse_extra(settings or ()))
+    stop = threading.Event()
+    # While loading, a signal unwinds the start; afterwards it asks for an orderly end.
+    with (
+        terminated_cleanly(),
+        LocalDeployment(options, say) as deployment,
+        _stopped_by_signals(stop),
+        _published(deployment.address),
+    ):
+        print(f"serving at {deployment.address}", flush=True)
+        say(_how_to_use(deployment.address))
+        while not stop.wait(WATCH_S):
+            deployment.check()
+        say("stopping")
+
+
+def _how_to_use(address: str) -> str:
+    return (
+        f"  specwire chat\n  specwire generate --max-tokens 32 'The harbour at dawn'\n"
+        f"  from specwire.client import Client; Client({address!r})\nCtrl-C stops."
+    )
+
+
+@contextmanager
+def _published(address: str) -> Iterator[None]:
+    """Tells the other commands, unless another deployment did before."""
+    if runtime_file.running_address() is not None:
+        say("another deployment is the default already: use --address or SPECWIRE_ADDRESS")
+        yield
+        return
+    try:
+        runtime_file.publish(address)
+    except OSError as error:
+        say(f"other commands need --address: {error.strerror or error}")
+    try:
+        yield
+    finally:
+        runtime_file.withdraw()
+
+
+@contextmanager
+def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, ask) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
