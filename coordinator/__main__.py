@@ -14,9 +14,10 @@ from specwire.serve import run_service
 async def serve(stop: asyncio.Event) -> None:
     settings = CoordinatorSettings.load()
     setup_logging("coordinator", settings.log_level)
-    metrics = metrics_server(settings.metrics_port) if settings.metrics_port else None
+    host, port = CoordinatorHost(settings), settings.metrics_port
+    metrics = metrics_server(port, registry=host.metrics.registry) if port else None
     try:
-        async with CoordinatorHost(settings) as host:
+        async with host:
             print(f"coordinator: listening at {host.address}", file=sys.stderr, flush=True)
             await stop.wait()
     finally:

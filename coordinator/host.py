@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
+from coordinator.metrics import Metrics
 from coordinator.placement import Fleet
 from coordinator.service import SERVICE_NAME, GenerationServicer
 from coordinator.settings import CoordinatorSettings
@@ -20,11 +21,12 @@ class CoordinatorHost:
 
     def __init__(self, settings: CoordinatorSettings, cache: TokenizerCache | None = None) -> None:
         self._settings, self._cache = settings, cache
+        self.metrics = Metrics()
 
     async def __aenter__(self) -> Self:
         settings = self._settings
         self.fleet = Fleet(settings, self._cache)
-        self.servicer = GenerationServicer(self.fleet)
+        self.servicer = GenerationServicer(self.fleet, self.metrics)
         self._host = GrpcHost(
             address=settings.address,
             services=[SERVICE_NAME],

@@ -21,7 +21,9 @@ from specwire.v1 import common_pb2, target_pb2
 log = logging.getLogger(__name__)
 
 ItemT = TypeVar("ItemT")
-_BACKOFF_S = (0.1, 2.0)
+# Pause before the next try. An absent worker may come any moment, and the channel below paces the
+# connects themselves (0.1-2 s); one that does not fit will hardly change.
+_BACKOFF_S, _ABSENT_S, _REFUSED_S = 0.1, 0.25, 2.0
 # Replies a session may leave unread; a worker that sends more is not answering it.
 _MAILBOX_LIMIT = 1024
 _REFUSALS = (Reason.MODEL_MISMATCH, Reason.UNSUPPORTED)
@@ -146,11 +148,11 @@ class Link(Generic[ItemT]):
     # -- the stream ------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        backoff = _BACKOFF_S[0]
+        backoff = _BACKOFF_S
         while True:
             try:
                 self.incarnation = await self._greet()
-                backoff = _BACKOFF_S[0]
+                backoff = _BACKOFF_S
                 await self._stream()
                 self._lose("the worker ended the stream")
             except SpecwireError as error:
@@ -163,7 +165,8 @@ class Link(Generic[ItemT]):
                     raise
                 # A read of a call that was given up; `send` has said why.
             await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, _BACKOFF_S[1])
+            longest = _REFUSED_S if self.state == "refused" else _ABSENT_S
+            backoff = min(2 * backoff, longest)
 
     async def _stream(self) -> None:
         self._call = call = self._open_stream()

@@ -8,8 +8,9 @@ from importlib import metadata
 from typing import Any
 
 from coordinator.links import Link
+from coordinator.metrics import Metrics
 from coordinator.placement import DraftWorker, Fleet
-from coordinator.session import Session
+from coordinator.session import Deliver, Session
 from coordinator.validation import check
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
@@ -20,8 +21,8 @@ _Worker = generate_pb2.GenerationServiceGetInfoResponse.Worker
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+        self._fleet, self._metrics = fleet, metrics
         self._numbers = itertools.count(1)
         self.sessions: dict[int, Session] = {}
         self.draining = False
@@ -39,11 +40,27 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         async def deliver(delta: generate_pb2.Delta) -> None:
             await context.write(generate_pb2.GenerateResponse(delta=delta))
 
+        finished = await self._run(number, live, deliver)
+        await context.write(generate_pb2.GenerateResponse(finished=finished))
+
+    async def _run(self, number: int, live: Session, deliver: Deliver) -> generate_pb2.Finished:
+        outcome = "cancelled"
+        self._metrics.sessions.inc()
         try:
             finished = await live.run(deliver)
+            outcome = "ok"
+            self._metrics.finished(finished)
+            return finished
+        except SpecwireError as error:
+            outcome = error.reason.lower()
+            raise
         finally:
             del self.sessions[number]
-        await context.write(generate_pb2.GenerateResponse(finished=finished))
+            self._metrics.sessions.dec()
+            for cause, rounds in live.record.fallbacks.items():
+                self._metrics.fell_back(cause, rounds)
+            if outcome != "ok":
+                self._metrics.failed(live.record.method, outcome)
 
     def _admit(self, request: generate_pb2.GenerateRequest, context: Any) -> tuple[Any, Any]:
         settings, target = self._fleet.settings, self._fleet.target

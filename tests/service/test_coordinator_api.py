@@ -61,6 +61,23 @@ async def test_what_a_request_may_say() -> None:
         assert list(result.token_ids) == continuation(PROMPT, 508)
 
 
+async def test_metrics_count_requests_tokens_and_fallbacks() -> None:
+    async with world(ScriptedDraft(), num_speculative_tokens=4) as made:
+        await made.generate()
+        value = made.host.metrics.registry.get_sample_value
+        done = {"method": "toy", "outcome": "ok"}
+        assert value("specwire_coordinator_requests_total", done) == 1
+        assert value("specwire_coordinator_tokens_total", {"origin": "draft"}) == 31
+        assert value("specwire_coordinator_tokens_total", {"origin": "target"}) == 9
+        assert value("specwire_coordinator_sessions") == 0
+        await made.draft.stop()  # type: ignore[union-attr]
+        await asyncio.sleep(0.1)
+        await made.generate()
+        down = {"cause": "draft_down"}
+        assert value("specwire_coordinator_fallbacks_total", down) == 1
+        await made.start_draft()
+
+
 async def test_info_names_the_workers_and_methods() -> None:
     async with world(ScriptedDraft()) as made:
         info = await made.client.info()
