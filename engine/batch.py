@@ -40,8 +40,10 @@ def slots_of(pages: Sequence[int], page_tokens: int, start: int, count: int) -> 
 def pack(items: Sequence[Item], page_tokens: int, minimum: int, scratch_slot: int) -> Packed:
     """Lays the items one after another; one with fewer than `minimum` rows is padded.
 
-    Padding goes in front, at the positions before the block, so that no key beyond the block is ever touched; only where there
-    are too few positions in front does the rest go behind. Padding rows write their KV into the scratch page.
+    Padding goes in front, at the positions before the block, so that no key beyond the block is
+    ever touched; only where there
+    are too few positions in front does the rest go behind. Padding rows write their KV into the
+    scratch page.
     """
     packed = Packed([], [], [], [], [], [])
     for item in items:

@@ -13,11 +13,11 @@ class EngineConfig:
     model          a Hugging Face directory, a .gguf file, or "default" (the packaged model)
     dtype          of the weights: auto, bfloat16 or float32; activations are fp32 on the CPU
     kv_dtype       auto, float32 or bfloat16
-    kernels        native: our C kernels or an error; torch: never; auto: native where they can be built
+    kernels        native: our C kernels or an error; torch: never; auto: native if they build
     kv_pages       pages of the pool; None derives them from `kv_memory_mb`
     threads        0 leaves torch's own choice
-    exact_width    rows of a verify block in exact mode, where rows are not independent
-    kv_bucket      a block never crosses a multiple of this in exact mode, where rows are not independent
+    exact_width    rows of a verify block in exact mode; only where rows are not independent
+    kv_bucket      no exact block crosses a multiple of this; only where rows are not independent
     prefill_chunk  edge of the absolute grid on which prompts are cut
     """
 

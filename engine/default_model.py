@@ -19,7 +19,9 @@ __all__ = ["DEFAULT", "ModelSource", "resolve_model", "tokenizer_document", "tok
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`directory` holds config.json and safetensors; a GGUF file is converted into one in the cache."""
+    """`directory` holds config.json and safetensors; a GGUF file is converted into one in the
+    cache.
+    """
 
     name: str
     directory: Path

@@ -40,7 +40,7 @@ _LAYER = {
 
 
 def convert(path: Path) -> Path:
-    """The checkpoint directory of a GGUF file: config.json, model.safetensors, tokenizer document."""
+    """The checkpoint directory of a GGUF file: config, weights and tokenizer document."""
     stat = path.stat()
     text = f"{_FORMAT}|{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
     target = cache_root() / "gguf" / hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -85,7 +85,9 @@ def hf_name(name: str) -> str:
 
 
 def unpermute(name: str, values: Tensor, fields: Mapping[str, Any]) -> Tensor:
-    """GGUF stores the Q and K rows of arch llama pair by pair; half-split RoPE wants both halves apart."""
+    """GGUF stores the Q and K rows of arch llama pair by pair; half-split RoPE wants both halves
+    apart.
+    """
     if name.endswith("attn_q.weight"):
         heads = int(fields["llama.attention.head_count"])
     elif name.endswith("attn_k.weight"):

@@ -1,8 +1,8 @@
 """Counter-based Gumbel noise: the torch reference of what every kernel must reproduce.
 
-Philox4x32-10 with key (seed low, seed high) and counter (token_id // 4, index, choice, 0); lane token_id % 4 belongs to
-the token. Noise is indexed by the *target's* token id and the position drawn, so it depends on nothing else: not on the batch, the
-draft, or the size of a trimmed head.
+Philox4x32-10 with key (seed low, seed high) and counter (token_id // 4, index, choice, 0); lane
+token_id % 4 belongs to the token. Noise is indexed by the *target's* token id and the position
+drawn and depends on nothing else: not on the batch, the draft, or the size of a trimmed head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _ROUNDS = 10
 
 
 def _multiply(value: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of value * factor; in 16-bit halves, since int64 has no unsigned product."""
+    """High and low 32 bits of value * factor; in 16-bit halves, since int64 has no unsigned
+    product.
+    """
     low, high = value & 0xFFFF, value >> 16
     bottom = low * factor
     middle = high * factor + (bottom >> 16)
@@ -37,7 +39,7 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
 
 
 def gumbel(seed: int, choice: int, index: int, vocab_size: int) -> Tensor:
-    """Gumbel noise fp32 [vocab_size] for drawing the token at position `index` of choice `choice`."""
+    """Gumbel noise fp32 [vocab_size] for drawing the token at position `index` of `choice`."""
     groups = -(-vocab_size // 4)
     counter = torch.zeros(groups, 4, dtype=torch.int64)
     counter[:, 0] = torch.arange(groups)

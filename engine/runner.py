@@ -88,7 +88,8 @@ class NativeEngine:
             item.table.reserve(item.start + len(item.ids))
         if self._independent or not any(item.exact for item in items):
             return self._run(items, minimum=0)
-        # Rows depend on their neighbours here: an exact item runs alone, at a width that does not depend on k.
+        # Rows depend on their neighbours here: an exact item runs alone, at a width that does not
+        # depend on k.
         mixed = iter(self._run([item for item in items if not item.exact], minimum=0))
         width = self._config.exact_width
         return [self._run([i], width)[0] if i.exact else next(mixed) for i in items]
@@ -114,7 +115,9 @@ class NativeEngine:
     def forward(
         self, packed: Packed, taps: tuple[int, ...], tap_dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits of the rows that draw and the taps of all rows (None where there is nothing to give)."""
+        """Logits of the rows that draw and the taps of all rows (None where there is nothing to
+        give).
+        """
         rows = Rows(
             ids=torch.tensor(packed.ids, dtype=torch.int64),
             positions=torch.tensor(packed.positions, dtype=torch.int64),
@@ -172,7 +175,7 @@ class NativeEngine:
 
 @torch.inference_mode()
 def load_engine(config: EngineConfig) -> NativeEngine:
-    """Loads the model, allocates its pages, chooses the attention backend, checks row independence."""
+    """Loads the model, allocates pages, chooses the attention backend, checks row independence."""
     resolve_device(config.device)
     if config.threads > 0:
         torch.set_num_threads(config.threads)

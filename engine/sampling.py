@@ -1,7 +1,8 @@
 """Choosing tokens: filters, draw and match, all position by position in fp32.
 
-The draw is argmax(filtered logits / T + noise), the noise keyed by (seed, choice, index, token). Filters act on the scaled logits, top-k
-first, then top-p over what is left; logits that tie with the last one kept are kept too, so the result does not depend on a sort.
+The draw is argmax(filtered logits / T + noise), the noise keyed by (seed, choice, index, token).
+Filters act on the scaled logits, top-k first, then top-p over what is left; logits that tie with
+the last one kept are kept too, so the result does not depend on a sort.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ GumbelArgmax = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row of logits and how to choose from it; `index` is the position of the token being drawn."""
+    """One row of logits and how to choose from it; `index` is the position of the token being
+    drawn.
+    """
 
     sampling: Sampling
     index: int
@@ -61,7 +64,9 @@ def _nucleus(logits: Tensor, temperature: float, top_p: float) -> float:
 def draw(
     logits: Tensor, draws: Sequence[Draw], margins: bool, gumbel_argmax: GumbelArgmax
 ) -> tuple[list[int], list[float]]:
-    """Token of every row of logits fp32 [rows, vocab]; margins (highest filtered logit minus the second) when asked."""
+    """Token of every row of logits fp32 [rows, vocab]; margins (highest filtered logit minus the
+    second) when asked.
+    """
     for row, wanted in enumerate(draws):
         s = wanted.sampling
         if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1.0):
@@ -82,7 +87,7 @@ def draw(
 
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> int:
     """How many leading draft tokens equal what the target drew itself."""
-    for count, (draft, own) in enumerate(zip(drafts, drawn)):  # noqa: B905 (one more drawn than drafted)
-        if draft != own:
+    for count, draft in enumerate(drafts):
+        if draft != drawn[count]:
             return count
     return len(drafts)

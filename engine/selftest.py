@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,9 @@ _MATES = (3, 5)
 
 
 def rows_independent(engine: NativeEngine) -> bool:
-    """Runs random ids together, in two parts, and one by one; compares logits and last-layer outputs bit by bit."""
+    """Runs random ids together, in two parts, and one by one; compares logits and last-layer
+    outputs bit by bit.
+    """
     last = engine.info.layer_count - 1
     page_tokens = engine._config.page_tokens
     generator = torch.Generator().manual_seed(1)
@@ -38,7 +41,7 @@ def rows_independent(engine: NativeEngine) -> bool:
         ]
         parts: list[tuple[Tensor, Tensor]] = []
         try:
-            for start, end in zip(cuts, cuts[1:]):  # noqa: B905 (pairs)
+            for start, end in pairwise(cuts):
                 own = Item(tables[0], ids[start:end], start, end - start)
                 packed = pack([own, *others], page_tokens, 0, 0)
                 logits, taps = engine.forward(packed, (last,), torch.float32)

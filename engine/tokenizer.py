@@ -1,7 +1,8 @@
-"""The tokenizer document: all that a coordinator needs to turn text into ids and back, as one JSON value.
+"""The tokenizer document: what a coordinator needs to turn text into ids and back, as JSON.
 
-{"tokenizer": <tokenizer.json object>, "chat_template": str, "special": {"bos_token", "eos_token" (text, for templates),
-"bos_token_id", "eos_token_ids", "pad_token_id", "unk_token_id", "add_bos_token"}}
+{"tokenizer": <tokenizer.json object>, "chat_template": str, "special": {...}}, where special holds
+bos_token and eos_token (text, for templates), bos_token_id, eos_token_ids, pad_token_id,
+unk_token_id and add_bos_token.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def document_from_hf(directory: Path) -> bytes:
     if not path.is_file():
         raise CheckpointError("checkpoint has no tokenizer.json")
     tokenizer = json.loads(path.read_text())
-    options, model = _optional(directory, "tokenizer_config.json"), _optional(directory, "config.json")
+    options, model = (
+        _optional(directory, "tokenizer_config.json"),
+        _optional(directory, "config.json"),
+    )
     generation = _optional(directory, "generation_config.json")
     ids = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
 

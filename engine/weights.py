@@ -38,6 +38,10 @@ def shard_names(directory: Path) -> list[str]:
     return names
 
 
+def _names(handle: Any) -> list[str]:
+    return list(handle.keys())
+
+
 class Weights:
     """Tensors of a checkpoint, read by name and shape. `finish` refuses what nobody asked for."""
 
@@ -50,8 +54,7 @@ class Weights:
                 handle = safe_open(directory / name, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"checkpoint file {name} cannot be read: {error}") from None
-            for tensor in handle.keys():  # noqa: SIM118 (not a dict)
-                self._files[tensor] = handle
+            self._files.update(dict.fromkeys(_names(handle), handle))
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -65,10 +68,13 @@ class Weights:
                 f"tensor {name} has shape {stored.get_shape()}, expected {list(shape)}"
             )
         self._taken.add(name)
-        return self._files[name].get_tensor(name).to(self.dtype)
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor.to(self.dtype)
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raises for tensors that the model did not take (`ignored`: endings known to be redundant)."""
+        """Raises for tensors that the model did not take (`ignored`: endings known to be
+        redundant).
+        """
         extra = sorted(
             name for name in set(self._files) - self._taken if not name.endswith(ignored or "\0")
         )

@@ -1,9 +1,12 @@
-"""KV memory of a group of layers and the immutable geometry that both sides of a pairing compare."""
+"""KV memory of a group of layers and the immutable geometry that both sides of a pairing
+compare."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -22,13 +25,35 @@ class KVGeometry:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class KVCache:
-    """Tensors of one KV group: `k[layer]` and `v[layer]` are [pages, page_tokens, kv_heads, head_dim]."""
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU the system hands out the memory page by page, as it is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks for zeroed memory (calloc), torch would write all of it now.
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
 
-    def __init__(self, geometry: KVGeometry, page_count: int, device: torch.device | str = "cpu") -> None:
+
+class KVCache:
+    """Tensors of one KV group: `k[layer]` and `v[layer]` are [pages, page_tokens, kv_heads,
+    head_dim]."""
+
+    def __init__(
+        self, geometry: KVGeometry, page_count: int, device: torch.device | str = "cpu"
+    ) -> None:
         self.geometry, self.page_count = geometry, page_count
-        shape = (geometry.layers, 2, page_count, geometry.page_tokens, geometry.kv_heads, geometry.head_dim)
-        self._data = torch.zeros(shape, dtype=geometry.dtype, device=device)
+        shape = (
+            geometry.layers,
+            2,
+            page_count,
+            geometry.page_tokens,
+            geometry.kv_heads,
+            geometry.head_dim,
+        )
+        self._data = zeros(shape, geometry.dtype, torch.device(device))
         allocated = self._data.numel() * self._data.element_size()
         expected = geometry.bytes_per_token * geometry.page_tokens * page_count
         assert allocated == expected, f"allocated {allocated} bytes, geometry says {expected}"

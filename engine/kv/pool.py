@@ -30,7 +30,8 @@ class PageTable:
         return len(self.pages) * self._pool.page_tokens
 
     def reserve(self, length: int) -> None:
-        """Makes room for `length` positions. Raises OutOfPages and changes nothing when the pool is short."""
+        """Makes room for `length` positions. Raises OutOfPages and changes nothing when the pool
+        is short."""
         missing = self._pool.pages_for(length) - len(self.pages)
         if missing > 0:
             self.pages.extend(self._pool.take(missing))
@@ -83,8 +84,11 @@ class PagePool:
         return PoolStats(free=len(self._free), total=self.page_count, tables=len(self._tables))
 
     def check_integrity(self) -> None:
-        """Every page is free or held by exactly one table, and no table is longer than its pages."""
+        """Every page is free or held by exactly one table, and no table is longer than its
+        pages."""
         held = [page for table in self._tables for page in table.pages]
-        assert sorted(held + self._free) == list(range(self.page_count)), "a page leaked or is held twice"
+        everything = list(range(self.page_count))
+        assert sorted(held + self._free) == everything, "a page leaked or is held twice"
         for table in self._tables:
-            assert table.length <= table.capacity, f"length {table.length} beyond capacity {table.capacity}"
+            length, capacity = table.length, table.capacity
+            assert length <= capacity, f"length {length} beyond capacity {capacity}"

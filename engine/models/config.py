@@ -1,4 +1,4 @@
-"""The explicit internal description of a Llama-family target. Nothing is inferred later from names."""
+"""The explicit internal description of a Llama-family target; nothing is inferred from names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def token_ids(value: object) -> tuple[int, ...]:
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Reads a Hugging Face config.json of the Llama family; refuses by name what the engine does not do."""
+    """Reads a Hugging Face config.json of the Llama family; refuses by name what the engine does
+    not do.
+    """
     if config.get("model_type") != "llama":
         raise refuse("model_type", config.get("model_type"), "llama")
     for key, accepted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):

@@ -1,4 +1,4 @@
-"""Parts that the target and the drafters share: the choice of kernels, RoPE tables, the gated MLP."""
+"""Parts that target and drafters share: the choice of kernels, RoPE tables, the gated MLP."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ TORCH = Kernels(
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The packed rows of one forward: ids, positions and flat KV slots, each int64 [rows], and the attention plan."""
+    """The packed rows of one forward: ids, positions and flat KV slots, each int64 [rows], and the
+    attention plan.
+    """
 
     ids: Tensor
     positions: Tensor

@@ -1,10 +1,11 @@
-"""The Llama family over packed ragged rows: any mix of prompt chunks and verify blocks in one forward."""
+"""The Llama family over packed ragged rows: any mix of prompt chunks and verify blocks in one
+forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
@@ -24,7 +25,8 @@ class LlamaLayer:
         prefix = f"model.layers.{index}"
         query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         names = ("q_proj", "k_proj", "v_proj")
-        parts = {f"{prefix}.self_attn.{n}.weight": r for n, r in zip(names, (query, kv, kv))}  # noqa: B905
+        widths = zip(names, (query, kv, kv), strict=True)
+        parts = {f"{prefix}.self_attn.{name}.weight": rows for name, rows in widths}
         self.qkv = fused(weights, kernels.mode, parts, c.hidden_size)
         out = weights.take(f"{prefix}.self_attn.o_proj.weight", c.hidden_size, query)
         self.out = pack_linear(out, kernels.mode)
@@ -64,9 +66,11 @@ class LlamaModel:
         taps: Sequence[int] = (),
         tap_rows: Tensor | None = None,
     ) -> Tensor | None:
-        """Runs the rows and writes their KV. Returns fp32 logits [len(draw_rows), vocabulary], or None.
+        """Runs the rows and writes their KV. Returns fp32 logits [len(draw_rows), vocabulary] or
+        None.
 
-        `tap_rows` [rows, len(taps) * hidden] gets the residual stream after each tap layer, before any final norm.
+        `tap_rows` [rows, len(taps) * hidden] gets the residual stream after each tap layer, before
+        any final norm.
         """
         eps, hidden = self.config.rms_eps, self.config.hidden_size
         residual = self.embedding[rows.ids].float()
@@ -99,13 +103,15 @@ class LlamaModel:
         self.kernels.rope_kv_write(
             q, k, v, self.cos, self.sin, rows.positions, cache.k[index], cache.v[index], rows.slots
         )
-        return backend.run(rows.plan, index, q.unflatten(1, (c.heads, c.head_dim))).flatten(1)
+        return backend.run(rows.plan, index, q.view(-1, c.heads, c.head_dim)).flatten(1)
 
 
 def load_head(
     config: ModelConfig, weights: Weights, kernels: Kernels, embedding: Tensor, rows: int = 0
 ) -> Linear:
-    """The output head, tied or its own; `rows` > 0 keeps only the first rows (a trimmed head for drafting)."""
+    """The output head, tied or its own; `rows` > 0 keeps only the first rows (a trimmed head for
+    drafting).
+    """
     full = embedding
     if not config.tied_head:
         full = weights.take("lm_head.weight", config.vocab_size, config.hidden_size)

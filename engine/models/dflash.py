@@ -1,0 +1,267 @@
+"""DFlash (arXiv 2602.06036): a block of masked slots filled in one forward over context made from
+target hidden states.
+
+A context vector c = RMSNorm(fc(taps)) enters every layer as keys and values only; a block [anchor,
+mask, ...] is the query.
+The model holds the draft's layers and, from the target's checkpoint, the embedding and the head:
+no target body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import Span
+from engine.attention.select import make_backend
+from engine.default_model import resolve_model
+from engine.device import use_native
+from engine.errors import CheckpointError
+from engine.kv.cache import KVCache, KVGeometry
+from engine.kv.pool import PagePool, PageTable
+from engine.linear import Linear, pack_linear
+from engine.models.config import from_hf
+from engine.models.dflash_config import DFlashConfig, parse_dflash
+from engine.models.layers import NATIVE, TORCH, rope_tables
+from engine.weights import Weights, fingerprint, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashOptions:
+    """How to run a draft. `head_rows` drafts with the first rows of the head only (0: all)."""
+
+    page_count: int = 2048
+    page_tokens: int = 16
+    kv_dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.bfloat16
+    kernels: str = "auto"
+    attention_backend: str | None = None
+    head_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One session's block. Context K/V covers positions [origin, start); `anchor` stands at
+    position `start`.
+
+    Position p lives at index p - origin of `table`, so that a context may begin late.
+    """
+
+    table: PageTable
+    anchor: int
+    start: int
+    origin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor
+    k_norm: Tensor
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class DFlashModel:
+    """A loaded draft with its own pages. One thread calls it."""
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        draft: Weights,
+        embedding: Tensor,
+        head: Tensor,
+        options: DFlashOptions,
+    ) -> None:
+        self.config = config
+        native = use_native(options.kernels)
+        self.kernels = NATIVE if native else TORCH
+        self._mode = self.kernels.mode
+        self.pool = PagePool(options.page_count, options.page_tokens)
+        geometry = KVGeometry(
+            config.layer_count,
+            config.kv_heads,
+            config.head_dim,
+            options.page_tokens,
+            options.kv_dtype,
+        )
+        self.cache = KVCache(geometry, options.page_count)
+        self._backend, self.attention = make_backend(
+            options.attention_backend, self.cache, config.heads, config.modes, native
+        )
+        self._embedding = embedding
+        rows = options.head_rows or head.shape[0]
+        self._head = pack_linear(head[:rows], self._mode)
+        self._cos, self._sin = rope_tables(config.rope_theta, config.head_dim, config.max_positions)
+        d = config.hidden_size
+        self._fc = pack_linear(draft.take("fc.weight", d, config.row_width), self._mode)
+        self._hidden_norm = draft.take("hidden_norm.weight", d).float()
+        self._norm = draft.take("norm.weight", d).float()
+        self._layers: list[_Layer] = []
+        context: list[Tensor] = []
+        for index in range(config.layer_count):
+            context.append(self._take_layer(draft, index))
+        draft.finish()
+        # One product gives the context keys and values of every layer.
+        self._context_kv = pack_linear(torch.cat(context), self._mode)
+
+    def _take_layer(self, draft: Weights, index: int) -> Tensor:
+        """Reads layer `index`; returns its key and value weights."""
+        c, prefix = self.config, f"layers.{index}"
+        d, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        take = draft.take
+        w_q = take(f"{prefix}.self_attn.q_proj.weight", q, d)
+        w_kv = torch.cat(
+            [take(f"{prefix}.self_attn.{name}_proj.weight", kv, d) for name in ("k", "v")]
+        )
+        gate_up = torch.cat(
+            [
+                take(f"{prefix}.mlp.{name}_proj.weight", c.intermediate_size, d)
+                for name in ("gate", "up")
+            ]
+        )
+        self._layers.append(
+            _Layer(
+                input_norm=take(f"{prefix}.input_layernorm.weight", d).float(),
+                qkv=pack_linear(torch.cat((w_q, w_kv)), self._mode),
+                q_norm=take(f"{prefix}.self_attn.q_norm.weight", c.head_dim).float(),
+                k_norm=take(f"{prefix}.self_attn.k_norm.weight", c.head_dim).float(),
+                o=pack_linear(take(f"{prefix}.self_attn.o_proj.weight", d, q), self._mode),
+                post_norm=take(f"{prefix}.post_attention_layernorm.weight", d).float(),
+                gate_up=pack_linear(gate_up, self._mode),
+                down=pack_linear(
+                    take(f"{prefix}.mlp.down_proj.weight", d, c.intermediate_size), self._mode
+                ),
+            )
+        )
+        return w_kv
+
+    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm of each head of x [rows, heads * head_dim]."""
+        heads = x.reshape(-1, self.config.head_dim)
+        return self.kernels.rms_norm(heads, weight, self.config.rms_eps).view(x.shape[0], -1)
+
+    @torch.inference_mode()
+    def write_context(self, table: PageTable, start: int, rows: Tensor, origin: int = 0) -> None:
+        """Stores K/V of positions [start, start + len(rows)) and sets the table's length to their
+        end.
+
+        rows [n, row_width], any float dtype: the target's taps. Raises OutOfPages and writes
+        nothing when pages are short.
+        """
+        c, count = self.config, rows.shape[0]
+        first, end = start - origin, start - origin + count
+        assert 0 <= first <= table.length, (
+            f"context gap: have {table.length}, rows start at {first}"
+        )
+        table.reserve(end)
+        x = self.kernels.rms_norm(self._fc(rows.float()), self._hidden_norm, c.rms_eps)
+        kv = self._context_kv(x)
+        positions = torch.arange(start, start + count)
+        slots = torch.tensor([table.slot(i) for i in range(first, end)], dtype=torch.int64)
+        width = c.kv_heads * c.head_dim
+        for index, layer in enumerate(self._layers):
+            k = kv[:, 2 * index * width : (2 * index + 1) * width]
+            v = kv[:, (2 * index + 1) * width : (2 * index + 2) * width]
+            k = self._head_norm(k, layer.k_norm)
+            self._store(index, None, k, v, positions, slots)
+        table.length = end
+
+    def _store(
+        self, index: int, q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor
+    ) -> None:
+        caches = self.cache.k[index], self.cache.v[index]
+        self.kernels.rope_kv_write(q, k, v, self._cos, self._sin, positions, *caches, slots)
+
+    @torch.inference_mode()
+    def propose_logits(self, blocks: Sequence[Block], count: int | None = None) -> Tensor:
+        """Logits [len(blocks), count, head rows] of the first `count` fill-in slots (default:
+        block_size - 1), fp32.
+
+        The whole trained block always runs, since its slots see each other; only the slots asked
+        for go through the head.
+        The block's own K/V is scratch behind the context: the table's length does not change.
+        Raises OutOfPages.
+        """
+        c = self.config
+        count = c.max_draft_tokens if count is None else count
+        b = c.block_size
+        for block in blocks:
+            assert block.start + b <= c.max_positions, (
+                "a block must end inside the draft's positions"
+            )
+            assert block.table.length == block.start - block.origin, "context must reach the anchor"
+            block.table.reserve(block.start - block.origin + b)
+        hidden = self._forward(blocks).view(len(blocks), b, -1)[:, 1 : count + 1]
+        return self._head(hidden.reshape(-1, c.hidden_size)).view(len(blocks), count, -1)
+
+    def _forward(self, blocks: Sequence[Block]) -> Tensor:
+        """Final-norm states [len(blocks) * block_size, hidden]."""
+        c, b = self.config, self.config.block_size
+        ids = torch.full((len(blocks), b), c.mask_token_id)
+        ids[:, 0] = torch.tensor([block.anchor for block in blocks])
+        steps = torch.arange(b)
+        starts = torch.tensor([block.start for block in blocks])
+        positions = (starts[:, None] + steps).flatten()
+        spans, slots = [], []
+        for row, block in enumerate(blocks):
+            first = block.start - block.origin
+            spans.append(Span(block.table, first, row * b, b))
+            slots += [block.table.slot(first + s) for s in range(b)]
+        plan = self._backend.plan(spans)
+        slot_ids = torch.tensor(slots, dtype=torch.int64)
+        residual = self._embedding[ids.flatten()].float()
+        x = self.kernels.rms_norm(residual, self._layers[0].input_norm, c.rms_eps)
+        q_width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(x)
+            q, k = qkv[:, :q_width], qkv[:, q_width : q_width + kv_width]
+            v = qkv[:, q_width + kv_width :]
+            q, k = self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)
+            self._store(index, q, k, v, positions, slot_ids)
+            attended = self._backend.run(plan, index, q.view(-1, c.heads, c.head_dim))
+            x = layer.o(attended.reshape(-1, q_width))
+            x = self.kernels.add_rms_norm(x, residual, layer.post_norm, c.rms_eps)
+            x = layer.down(self.kernels.silu_mul(layer.gate_up(x)))
+            last = index + 1 == len(self._layers)
+            norm = self._norm if last else self._layers[index + 1].input_norm
+            x = self.kernels.add_rms_norm(x, residual, norm, c.rms_eps)
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft and what the handshake says about it."""
+
+    model: DFlashModel
+    name: str
+    fingerprint: str
+    target_fingerprint: str
+
+
+def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:
+    """Loads a z-lab style checkpoint, and embedding and head from the target's. Raises
+    CheckpointError."""
+    options = options or DFlashOptions()
+    source = resolve_model(target)
+    target_config = from_hf(read_json(source.directory / "config.json"))
+    config = parse_dflash(read_json(checkpoint / "config.json"), target_config)
+    weights = Weights(source.directory, options.weight_dtype)
+    shape = (target_config.vocab_size, target_config.hidden_size)
+    embedding = weights.take("model.embed_tokens.weight", *shape)
+    head = embedding if target_config.tied_head else weights.take("lm_head.weight", *shape)
+    if options.head_rows < 0 or options.head_rows > shape[0]:
+        raise CheckpointError(
+            f"head_rows = {options.head_rows} is not supported; accepted: 0 .. {shape[0]}"
+        )
+    model = DFlashModel(config, Weights(checkpoint, options.weight_dtype), embedding, head, options)
+    return LoadedDraft(
+        model, checkpoint.name, fingerprint(checkpoint), fingerprint(source.directory)
+    )
