@@ -108,6 +108,7 @@ class TargetApp:
             self._intake.draining = True
         await self._host.set_serving(False)
         if self.scheduler is not None and not self.engine_down.is_set():
+            self.scheduler.remove_unlinked()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.scheduler.idle.wait(), self.settings.drain_ms / 1000)
         await self._host.drain(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from engine.api import Engine, Item
@@ -13,7 +14,7 @@ class BatchBuilder:
     def __init__(self, engine: Engine, chunk_tokens: int, metrics: Metrics) -> None:
         self._engine, self._chunk_tokens, self._metrics = engine, chunk_tokens, metrics
 
-    def build(self, ready: Iterable[Session], now: float) -> list[tuple[Session, Item]]:
+    def build(self, ready: Iterable[Session]) -> list[tuple[Session, Item]]:
         """All waiting verify blocks, and prompt chunks up to the budget.
 
         So a long prompt never stalls those who decode.
@@ -32,7 +33,7 @@ class BatchBuilder:
             else:
                 item = self._block(session, session.step)
             if session.step.started is None:
-                session.step.started = now
+                session.step.started = time.perf_counter()
             session.running = True
             batch.append((session, item))
         return batch

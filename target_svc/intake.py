@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from specwire.errors import Reason, SpecwireError
@@ -110,7 +111,12 @@ class Intake:
             lease_until=now + spec.lease_s,
             sink=self._exporter.open(address, key) if spec.taps else None,
             step=Step(
-                0, len(spec.ids), [], spec.free_run, self._deadline(request.deadline_ms), now
+                step_id=0,
+                base_len=len(spec.ids),
+                draft=[],
+                free_run=spec.free_run,
+                deadline=self._deadline(request.deadline_ms),
+                received=time.perf_counter(),
             ),
         )
 
@@ -138,7 +144,7 @@ class Intake:
             draft=draft,
             free_run=request.free_run,
             deadline=self._deadline(request.deadline_ms),
-            received=self._now(),
+            received=time.perf_counter(),
         )
         self._scheduler.submit(session, step)
 

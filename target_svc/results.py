@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from engine.api import Item, ItemResult
 from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
@@ -49,7 +51,7 @@ def commit(
     return session.verdict
 
 
-def free_step(session: Session, after: Step, now: float) -> Step:
+def free_step(session: Session, after: Step) -> Step:
     """The next step of a free run: one token, unasked."""
     return Step(
         step_id=after.step_id + 1,
@@ -57,7 +59,7 @@ def free_step(session: Session, after: Step, now: float) -> Step:
         draft=[],
         free_run=after.free_run - 1,
         deadline=after.deadline,
-        received=now,
+        received=time.perf_counter(),
         asked=False,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -129,6 +130,12 @@ class Scheduler:
             self.idle.set()
         self._wake.set()
 
+    def remove_unlinked(self) -> None:
+        """Forgets the sessions that nobody listens to any more."""
+        for session in self.sessions:
+            if session.link.closed:
+                self.remove(session)
+
     def refuse(
         self, session: Session, step_id: int, error: SpecwireError, have_len: int = 0
     ) -> None:
@@ -148,7 +155,7 @@ class Scheduler:
             self._expire(loop.time())
             self._free_pages()
             self._admit()
-            batch = self._batches.build(self._ready.values(), loop.time())
+            batch = self._batches.build(self._ready.values())
             if not batch:
                 await self._sleep(loop)
                 continue
@@ -198,23 +205,23 @@ class Scheduler:
         self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Session, Item]]
     ) -> None:
         items = [item for _, item in batch]
-        before = loop.time()
+        before = time.perf_counter()
         try:
             answers = await loop.run_in_executor(self._thread, _run, self._engine, items)
         except Exception as error:  # the engine raises for bugs only: the service outlives them
             self._engine_failed([session for session, _ in batch], error)
             return
         self._failures = 0
-        now = loop.time()
-        self._metrics.step(len(items), now - before)
+        elapsed = time.perf_counter() - before
+        self._metrics.step(len(items), elapsed)
         for (session, item), (result, rows) in zip(batch, answers, strict=True):
             session.running = False
             if session.closed or session.step is None:
                 continue
-            session.step.compute_s += now - before
+            session.step.compute_s += elapsed
             session.step.width = result.width
             if item.draws:
-                self._finish_step(session, session.step, item, result, rows, now)
+                self._finish_step(session, session.step, item, result, rows, loop.time())
             else:
                 results.end_chunk(session, item, rows)
                 # More of this prompt is to come: behind the others.
@@ -241,7 +248,7 @@ class Scheduler:
         if session.next is not None:
             self._begin_next(session)
         elif step.free_run and not session.finished:
-            self._start(session, results.free_step(session, step, now))
+            self._start(session, results.free_step(session, step))
 
     # -- steps of one session --------------------------------------------------------------------
 

@@ -28,6 +28,10 @@ class LinkStream:
         self.outbox: Outbox[target_pb2.TargetReply] = Outbox()
         self._metrics = metrics
 
+    @property
+    def closed(self) -> bool:
+        return self.outbox.closed
+
     def send(self, reply: target_pb2.TargetReply) -> None:
         if self.outbox.closed:
             self._metrics.dropped("reply_without_link")

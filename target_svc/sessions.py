@@ -30,6 +30,9 @@ class Key(NamedTuple):
 class Link(Protocol):
     """The stream that a session's replies go to: always the one its latest item came from."""
 
+    @property
+    def closed(self) -> bool: ...
+
     def send(self, reply: target_pb2.TargetReply) -> None: ...
 
 
@@ -52,7 +55,11 @@ class OpenSpec:
 
 @dataclass(slots=True)
 class Step:
-    """One step of a session, waiting or running. Times are in seconds of the event loop's clock."""
+    """One step of a session, waiting or running.
+
+    `deadline` is by the event loop's clock; `received` and `started` by `perf_counter`, which is
+    finer: uvloop's clock counts milliseconds.
+    """
 
     step_id: int
     base_len: int

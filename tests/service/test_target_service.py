@@ -191,3 +191,15 @@ def test_settings() -> None:
         TargetSettings.load(["--max-draft-tokens", "-1"])
     assert caught.value.reason == "SETTINGS_INVALID"
     assert caught.value.metadata["field"] == "max_draft_tokens"
+
+
+async def test_draining_does_not_wait_for_those_who_left() -> None:
+    async with target(drain_ms=60_000) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT))
+        await peer.verdict()
+        peer.call.cancel()
+        other = service.peer()
+        await other.send(open_target(PROMPT, at=key(2)), target_pb2.CloseSession(key=key(2)))
+        assert (await other.reply()).HasField("closed")
+        await asyncio.wait_for(service.app.stop(), 3)
