@@ -40,6 +40,9 @@ class NativeLinear(Linear):
         self._pointer = self._packed.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.in_features:
+            got, wanted = f"{x.dtype} {tuple(x.shape)}", f"fp32 [rows, {self.in_features}]"
+            raise ValueError(f"x is {got}; accepted: {wanted}")
         x = x.contiguous()
         rows, n = x.shape[0], self.out_features
         y = torch.empty((rows, n))
@@ -92,9 +95,10 @@ class PlainLinear(Linear):
 
 def pack_linear(weight: Tensor, mode: Mode) -> Linear:
     """Packs weight [out_features, in_features], bf16 or fp32. `native` needs `ops.available()`."""
-    if weight.dim() != 2 or weight.dtype not in (torch.bfloat16, torch.float32):
-        shape = tuple(weight.shape)
-        raise ValueError(f"weight is {weight.dtype} {shape}; accepted: bf16 or fp32, 2 dimensions")
+    known = weight.dtype in (torch.bfloat16, torch.float32)
+    if weight.dim() != 2 or not weight.numel() or not known:
+        got = f"{weight.dtype} {tuple(weight.shape)}"
+        raise ValueError(f"weight is {got}; accepted: bf16 or fp32, 2 dimensions, not empty")
     if mode == "native":
         return NativeLinear(weight)
     if not weight.is_cpu or not torch._C._has_mkldnn:

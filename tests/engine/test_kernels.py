@@ -72,6 +72,10 @@ def test_linear_refuses_other_weights() -> None:
         pack_linear(torch.zeros(4, 4, dtype=torch.float16), "native")
     with pytest.raises(ValueError, match="2 dimensions"):
         pack_linear(torch.zeros(4), "native")
+    linear = pack_linear(torch.zeros(4, 8), "native")
+    for x in (torch.zeros(1, 7), torch.zeros(8), torch.zeros(1, 8, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"accepted: fp32 \[rows, 8\]"):
+            linear(x)
 
 
 @pytest.mark.parametrize("width", [576, 64, 13])

@@ -1,11 +1,9 @@
 // y[M,N] = x[M,K] * W[N,K]^T with fp32 activations and packed weights (bf16 or fp32), in panels of 16 columns.
 //
-// Every output is one chain of fused multiply-adds over k = 0..K-1, whatever the number of rows, threads or blocks: a
-// row's bits do not depend on the rows beside it. Blocking over k stores and reloads the chain, which is exact.
+// Every output is one chain of fused multiply-adds over k = 0..K-1, whatever the number of rows or threads: a row's bits
+// do not depend on the rows beside it. Blocking over k, and turning a panel into fp32 once for many rows, were measured
+// and are slower than this.
 #include "vec.h"
-
-#define K_BLOCK 256
-#define MAX_DIRECT 12
 
 // bf16 panels hold K x 8 words: columns 0..7 in the low halves, 8..15 in the high halves. fp32 panels hold K x 16 floats.
 #define STEP_BF16(k) \
@@ -21,12 +19,9 @@
 // `next` runs `ahead` bytes for every 4 k: the passes over one panel share the fetching of the following one.
 #define KERNEL(NAME, STEP, MR) \
   static void NAME##MR(const float *restrict x, long ldx, const void *restrict w, long K, float *restrict y, long ldy, \
-                       int resume, const char *next, long ahead) { \
+                       const char *next, long ahead) { \
     f8 a[MR][2]; \
-    for (int m = 0; m < MR; m++) { \
-      a[m][0] = resume ? load(y + m * ldy) : SPLAT(0); \
-      a[m][1] = resume ? load(y + m * ldy + 8) : SPLAT(0); \
-    } \
+    for (int m = 0; m < MR; m++) a[m][0] = a[m][1] = SPLAT(0); \
     long k = 0; \
     for (; k + 4 <= K; k += 4) { \
       __builtin_prefetch(next, 0, 2); \
@@ -39,7 +34,7 @@
     for (int m = 0; m < MR; m++) { store(y + m * ldy, a[m][0]); store(y + m * ldy + 8, a[m][1]); } \
   }
 
-typedef void kernel(const float *, long, const void *, long, float *, long, int, const char *, long);
+typedef void kernel(const float *, long, const void *, long, float *, long, const char *, long);
 #define FAMILY(NAME, STEP) \
   KERNEL(NAME, STEP, 1) KERNEL(NAME, STEP, 2) KERNEL(NAME, STEP, 3) KERNEL(NAME, STEP, 4) KERNEL(NAME, STEP, 5) \
   KERNEL(NAME, STEP, 6) \
@@ -50,45 +45,17 @@ FAMILY(f32_rows, STEP_F32)
 // How many rows the next pass takes: even passes (8 = 4 + 4, 7 = 4 + 3) beat 6 and a rest.
 INLINE long pass_rows(long left) { return left <= 6 ? left : left < 12 ? (left + 1) / 2 : 6; }
 
-static void all_rows(kernel *const *rows, const float *x, long ldx, const void *w, long K, float *y, long ldy, long M,
-                     int resume, const char *next, long panel_bytes) {
-  const long passes = (M + 5) / 6, span = panel_bytes / passes;
-  const long ahead = 4 * panel_bytes / K / passes;
-  for (long m = 0, p = 0, n; m < M; m += n, p++) {
-    n = pass_rows(M - m);
-    rows[n](x + m * ldx, ldx, w, K, y + m * ldy, ldy, resume, next + p * span, ahead);
-  }
-}
-
-// The last panel of an N that 16 does not divide goes through a tile, since only some of its columns exist.
-static void narrow_panel(kernel *const *rows, const float *x, const void *w, long K, float *y, long N, long M, long columns) {
+// A panel that N fills only in part goes through a tile.
+static void panel_rows(kernel *const *rows, const float *x, const char *w, long K, float *y, long N, long M, long columns,
+                       long bytes) {
   float tile[6 * 16];
-  for (long m = 0, n; m < M; m += n) {
+  const long passes = (M + 5) / 6, ahead = 4 * bytes / K / passes;
+  const char *next = w + bytes;
+  for (long m = 0, n; m < M; m += n, next += bytes / passes) {
     n = pass_rows(M - m);
-    rows[n](x + m * K, K, w, K, tile, 16, 0, (const char *)w, 0);
+    if (columns == 16) { rows[n](x + m * K, K, w, K, y + m * N, N, next, ahead); continue; }
+    rows[n](x + m * K, K, w, K, tile, 16, next, ahead);
     for (long r = 0; r < n; r++) memcpy(y + (m + r) * N, tile + r * 16, columns * sizeof(float));
-  }
-}
-
-// Many rows: a block of the panel becomes fp32 once, stays in the first-level cache and serves all rows.
-static void blocked_panel(const float *x, const void *w, long K, float *y, long N, long M, int bf16) {
-  float block[K_BLOCK * 16] __attribute__((aligned(64)));
-  for (long k = 0; k < K; k += K_BLOCK) {
-    const long depth = K - k < K_BLOCK ? K - k : K_BLOCK;
-    const void *source = (const float *)w + k * 16;
-    if (bf16) {
-      const uint32_t *words = (const uint32_t *)w + k * 8;
-      for (long i = 0; i < depth; i++) {
-        u8 u; memcpy(&u, words + i * 8, 32);
-        store(block + i * 16, (f8)(u << 16));
-        store(block + i * 16 + 8, (f8)(u & 0xffff0000u));
-      }
-      source = block;
-    }
-    for (long m = 0, n; m < M; m += n) {
-      n = pass_rows(M - m);
-      f32_rows[n](x + m * K + k, K, source, depth, y + m * N, N, k > 0, (const char *)source, 0);
-    }
   }
 }
 
@@ -97,11 +64,8 @@ static void gemm(const float *x, const void *w, float *y, long M, long N, long K
   kernel *const *rows = bf16 ? bf16_rows : f32_rows;
   #pragma omp parallel for schedule(static) num_threads(threads)
   for (long p = 0; p < panels; p++) {
-    const char *panel = (const char *)w + p * bytes;
-    float *out = y + p * 16;
-    if (N - p * 16 < 16) narrow_panel(rows, x, panel, K, out, N, M, N - p * 16);
-    else if (M > MAX_DIRECT) blocked_panel(x, panel, K, out, N, M, bf16);
-    else all_rows(rows, x, K, panel, K, out, N, M, 0, panel + bytes, bytes);
+    const long columns = N - p * 16 < 16 ? N - p * 16 : 16;
+    panel_rows(rows, x, (const char *)w + p * bytes, K, y + p * 16, N, M, columns, bytes);
   }
 }
 
