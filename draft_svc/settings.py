@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from draft_svc.loading import METHODS
@@ -76,11 +76,16 @@ class DraftSettings(ServiceSettings):
         "info", description="what is logged"
     )
 
+    @field_validator("methods")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in names if name not in METHODS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(METHODS)}")
+        return tuple(dict.fromkeys(names))
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        unknown = [name for name in self.methods if name not in METHODS]
-        if unknown:
-            raise ValueError(f"methods has {unknown[0]!r}; accepted: {', '.join(METHODS)}")
         if self.default_method and self.default_method not in self.methods:
             raise ValueError(f"default_method must be one of methods: {', '.join(self.methods)}")
         if self.ngram_min > self.ngram_max:

@@ -93,9 +93,7 @@ def advanced(
 
 
 @pytest.fixture
-async def stub(
-    loaded: LoadedDraft, tmp_path: Path
-) -> AsyncIterator[draft_pb2_grpc.DraftServiceStub]:
+async def stub(loaded: LoadedDraft, tmp_path: Path) -> AsyncIterator[Any]:
     host = DraftHost(
         lambda: {"dflash": make_method(loaded)},
         address=f"unix:{tmp_path}/draft.sock",
@@ -109,7 +107,7 @@ async def stub(
         yield draft_pb2_grpc.DraftServiceStub(channel)
 
 
-async def push(stub: draft_pb2_grpc.DraftServiceStub, step: int, start: int, rows: Rows) -> None:
+async def push(stub: Any, step: int, start: int, rows: Rows) -> None:
     call = stub.PushFeatures()
     chunk = draft_pb2.FeatureChunk(
         key=KEY, step_id=step, start=start, count=len(rows), rows=rows.tobytes()
@@ -120,7 +118,7 @@ async def push(stub: draft_pb2_grpc.DraftServiceStub, step: int, start: int, row
 
 
 async def test_proposals_from_a_real_target_match_a_direct_computation(
-    stub: draft_pb2_grpc.DraftServiceStub, loaded: LoadedDraft
+    stub: Any, loaded: LoadedDraft
 ) -> None:
     engine = load_engine(EngineConfig(kv_memory_mb=32))
     info = (await stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest())).drafters[0]
