@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from coordinator import options as opt
+from coordinator.bench_report import console
 from specwire.client import Client, ServerInfo
 
 
@@ -31,13 +31,24 @@ def info(
     if as_json:
         print(json.dumps(asdict(server)))
         return
-    console = Console()
-    console.print(model_table(server))
-    console.print(worker_table(server))
+    out = console()
+    out.print(model_table(server))
+    out.print(worker_table(server))
+    for line in notes(server):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def notes(server: ServerInfo) -> list[str]:
+    """What does not fit into a table: addresses, and why something is not in use."""
+    lines = []
     for worker in server.workers:
+        lines.append(f"{worker.role}: {worker.address}")
+        if worker.reason:
+            lines.append(f"{worker.role}: {worker.reason}")
         for name, reasons in worker.attention.candidates.items():
             if reasons:
-                console.print(f"{worker.role}: {name} refused: {'; '.join(reasons)}", markup=False)
+                lines.append(f"{worker.role}: {name} not in use: {'; '.join(reasons)}")
+    return lines
 
 
 def model_table(server: ServerInfo) -> Table:
@@ -61,13 +72,12 @@ def model_table(server: ServerInfo) -> Table:
 
 def worker_table(server: ServerInfo) -> Table:
     table = Table(title="workers", title_justify="left")
-    for header in ("role", "state", "device", "methods", "attention", "KV", "address"):
+    for header in ("role", "state", "device", "methods", "attention", "KV"):
         table.add_column(header, overflow="fold")
     for worker in server.workers:
         report = worker.attention
         kv = f"{report.kv_dtype}, {report.kv_bytes_per_token} B/token" if report.kv_dtype else "-"
-        state = f"{worker.state}: {worker.reason}" if worker.reason else worker.state
         methods = ", ".join(worker.methods) or "-"
         chosen = report.chosen or "-"
-        table.add_row(worker.role, state, worker.device, methods, chosen, kv, worker.address)
+        table.add_row(worker.role, worker.state, worker.device, methods, chosen, kv)
     return table

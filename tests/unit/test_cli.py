@@ -1,0 +1,206 @@
+"""The command line without a model: help, errors, exit codes, the runtime file, the children."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator import local, runtime_file
+from coordinator.cli import main
+from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
+from coordinator.talk import shower
+from specwire.client import Delta
+from specwire.errors import SpecwireError
+
+COMMANDS = ("up", "generate", "chat", "bench", "info")
+
+
+@pytest.fixture(autouse=True)
+def _private_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test meets a deployment that happens to run, or leaves one behind."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("SPECWIRE_ADDRESS", raising=False)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["specwire", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    code = caught.value.code
+    return code if isinstance(code, int) else 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches_with_examples(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, command, "--help") == 0
+    text = capsys.readouterr().out
+    assert "Examples:" in text and text.count(f"specwire {command}") >= 2
+    # An example that a line break tears apart cannot be copied.
+    examples = re.split("Arguments:|Options:", text.split("Examples:")[1])[0].strip().splitlines()
+    assert all("specwire" in line for line in examples)
+
+
+def test_the_overview_lists_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "--help") == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {command} " in text for command in COMMANDS)
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.count(".") >= 2
+
+
+@pytest.mark.parametrize("command", [["info"], ["generate", "a"], ["chat"]])
+def test_a_bad_address_is_one_error_line(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, *command, "--address", f"unix:{tmp_path}/none.sock") == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["up", "--exactness", "sloppy"], "--exactness"),
+        (["up", "--set", "kv=3"], "--set"),
+        (["chat", "--mark", "bold"], "--mark"),
+        (["generate", ""], "PROMPT"),
+        (["bench", "--prompts", "none.jsonl"], "--prompts"),
+        (["bench", "--prompts", "none.jsonl", "--modes", "a@b"], "--modes"),
+        (["generate"], "PROMPT"),
+        (["fly"], "fly"),
+    ],
+)
+def test_a_wrong_call_exits_with_2(
+    arguments: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, *arguments) == 2
+    assert text.lower() in capsys.readouterr().err.lower()
+
+
+def test_the_command_line_imports_no_torch() -> None:
+    code = "import coordinator.commands, coordinator.demo, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_accepted_text_is_set_apart() -> None:
+    delta = Delta("guess own", (1, 2), 1, 5, ())
+    assert shower("brackets")(delta) == "[guess] own"
+    assert shower("none")(delta) == "guess own"
+    assert shower("colour")(delta) == "\x1b[32mguess\x1b[0m own"
+    assert shower("brackets")(Delta("own", (1,), 0, 0, ())) == "own"
+
+
+def test_settings_of_services_pass_through() -> None:
+    extra = parse_extra(["target.kv-memory-mb=64", "draft.methods=ngram"])
+    options = LocalOptions(extra=extra)
+    assert options.flags_of("target_svc") == ["--kv-memory-mb", "64"]
+    assert options.flags_of("draft_svc") == ["--methods", "ngram"]
+    assert options.flags_of("coordinator") == []
+
+
+def test_children_wait_passively() -> None:
+    environment = child_environment(0)
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+    assert child_environment(3)["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_runtime_file_names_a_live_deployment() -> None:
+    assert runtime_file.running_address() is None
+    path = runtime_file.publish("unix:/x")
+    assert runtime_file.running_address() == "unix:/x"
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    runtime_file.withdraw()
+    assert runtime_file.running_address() is None
+
+
+def test_a_runtime_file_that_others_can_write_is_not_believed() -> None:
+    path = runtime_file.publish("unix:/x")
+    path.chmod(0o666)
+    assert runtime_file.running_address() is None
+
+
+def test_a_runtime_file_of_a_dead_process_is_not_believed() -> None:
+    path = runtime_file.publish("unix:/x")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path.write_text(f'{{"address": "unix:/x", "pid": {ended.pid}}}')
+    assert runtime_file.running_address() is None
+    path.write_text("{")
+    assert runtime_file.running_address() is None
+
+
+def test_a_child_that_fails_ends_the_start_with_the_end_of_its_log() -> None:
+    options = LocalOptions(extra=(("target_svc", ("--no-such-flag", "1")),))
+    deployment = LocalDeployment(options)
+    folder = Path(deployment.target_address.removeprefix("unix:")).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(SpecwireError) as caught, deployment:
+        pass
+    assert caught.value.message.startswith("the target ended with exit status 2:\n  error: ")
+    assert "no-such-flag" in caught.value.message and "Traceback" not in caught.value.message
+    assert not folder.exists() and not deployment.children
+
+
+def test_a_folder_too_long_for_sockets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    with pytest.raises(SpecwireError, match="TMPDIR"):
+        LocalDeployment()
+    assert list(deep.iterdir()) == []
+
+
+def test_children_die_with_their_parent(tmp_path: Path) -> None:
+    """The parent is killed outright; the child it started through `coordinator.child` goes too."""
+    (tmp_path / "sleeper.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    parent = (
+        "import os, subprocess, sys, time\n"
+        "command = [sys.executable, '-m', 'coordinator.child', str(os.getpid()), 'sleeper']\n"
+        "child = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    root = str(Path(local.__file__).parents[1])
+    paths = os.pathsep.join([root, os.path.join(root, "proto"), str(tmp_path)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    with process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.kill()
+    assert gone_within(child, 10.0)
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
