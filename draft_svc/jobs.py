@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from draft_svc.methods.base import Draft, RowBlock
@@ -42,7 +41,6 @@ class Computed:
 
     draft: Draft
     error: SpecwireError | None
-    queue_ns: int
     compute_ns: int
 
 
@@ -51,7 +49,6 @@ class ProposeJob:
     handle: Handle
     k: int
     done: Callable[[Computed], None]
-    put_ns: int = field(default_factory=time.monotonic_ns)
 
 
 @dataclass(frozen=True, slots=True)

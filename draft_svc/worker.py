@@ -181,7 +181,7 @@ class Worker:
         for job in jobs:
             draft = by_job.get(id(job))
             failed = None if draft is not None else (error or lost)
-            computed = Computed(draft or Draft(), failed, began - job.put_ns, spent)
+            computed = Computed(draft or Draft(), failed, spent)
             results.append(lambda done=job.done, computed=computed: done(computed))  # type: ignore[misc]
         return results
 
