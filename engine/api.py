@@ -1,13 +1,17 @@
 """What an engine is: the values that go in and out of one step. Read this file first.
 
-A service builds a `Batch` of `Item`s, one per session, and gets one `ItemResult` per item back. The engine owns the
+A service builds a `Batch` of `Item`s, one per session, and gets one `ItemResult` per item back.
+The engine owns the
 pages; the caller owns everything else. Nothing in this room knows gRPC.
 
-Lengths. With `y` the committed tokens and `n = len(y)`, KV exists for positions `[0, n-1)`; `y[n-1]` is the anchor, chosen but
+Lengths. With `y` the committed tokens and `n = len(y)`, KV exists for positions `[0, n-1)`;
+`y[n-1]` is the anchor, chosen but
 not yet run. A verify item runs `[anchor, d_1 .. d_k]` at positions `n-1 .. n-1+k`.
 
-Acceptance. The engine draws each position's token itself: `argmax(filtered_logits / T + gumbel(seed, choice, index, token))`, where
-`index` is the position of the token being drawn, plain argmax at T = 0, ties to the lowest id. A draft token is accepted
+Acceptance. The engine draws each position's token itself: `argmax(filtered_logits / T +
+gumbel(seed, choice, index, token))`, where
+`index` is the position of the token being drawn, plain argmax at T = 0, ties to the lowest id. A
+draft token is accepted
 while it equals that draw, so a draft can change speed only, never the text.
 """
 
@@ -25,7 +29,8 @@ from engine.kv.pool import PageTable, PoolStats
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Options of one choice, already validated. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` are off."""
+    """Options of one choice, already validated. `temperature == 0` is greedy; `top_k == 0` and
+    `top_p == 1` are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -36,7 +41,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded model is. `fingerprint` covers config and weights; `numerics` covers device, build, dtypes and kernels."""
+    """What a loaded model is. `fingerprint` covers config and weights; `numerics` covers device,
+    build, dtypes and kernels."""
 
     name: str
     fingerprint: str
@@ -55,9 +61,11 @@ class Item:
     """One session's share of a step. All fields are set by the caller.
 
     ids      tokens to run, at positions [start, start + len(ids))
-    draws    how many trailing rows draw a token: 0 for a prompt chunk with more to come, 1 for the last chunk and for
+    draws    how many trailing rows draw a token: 0 for a prompt chunk with more to come, 1 for the
+    last chunk and for
              plain decoding, 1 + k for a verify block whose last k ids are draft tokens
-    taps     layers whose outputs are returned as rows (0-based, before any final norm), strictly increasing
+    taps     layers whose outputs are returned as rows (0-based, before any final norm), strictly
+    increasing
     exact    keep the result independent of batch mates and of k (levels L2/L3)
     """
 
@@ -75,8 +83,10 @@ class Item:
 class ItemResult:
     """What one item gave. The engine has truncated the table to the valid length.
 
-    tokens   the accepted draft tokens and one of the target's own: accepted + 1 ids (empty when draws == 0)
-    rows     bf16 CPU tensor [valid rows, len(taps) * hidden_size]: every row of a prompt chunk, accepted + 1 rows of a
+    tokens   the accepted draft tokens and one of the target's own: accepted + 1 ids (empty when
+    draws == 0)
+    rows     bf16 CPU tensor [valid rows, len(taps) * hidden_size]: every row of a prompt chunk,
+    accepted + 1 rows of a
              verify block; None without taps
     margins  per token, highest filtered logit minus the second highest
     width    rows the step ran for this item, padding included
@@ -100,7 +110,8 @@ class Engine(Protocol):
 
     @property
     def rows_independent(self) -> bool:
-        """True when a row's result does not depend on the rows beside it (checked at start): `exact` then costs nothing."""
+        """True when a row's result does not depend on the rows beside it (checked at start):
+        `exact` then costs nothing."""
         ...
 
     def allocate(self, length: int) -> PageTable:
@@ -108,15 +119,18 @@ class Engine(Protocol):
         ...
 
     def block_limit(self, start: int, exact: bool) -> int:
-        """Most rows that a block starting at position `start` may have (exact mode: fixed width, never across a KV bucket edge)."""
+        """Most rows that a block starting at position `start` may have (exact mode: fixed width,
+        never across a KV bucket edge)."""
         ...
 
     def chunk_limit(self, start: int, exact: bool) -> int:
-        """Most prompt tokens that a chunk starting at `start` may have (exact mode: up to the next edge of an absolute grid)."""
+        """Most prompt tokens that a chunk starting at `start` may have (exact mode: up to the next
+        edge of an absolute grid)."""
         ...
 
     def step(self, items: Sequence[Item]) -> list[ItemResult]:
-        """Runs all items, one result each, in order. Raises only for bugs: the caller validates ids and lengths."""
+        """Runs all items, one result each, in order. Raises only for bugs: the caller validates
+        ids and lengths."""
         ...
 
     def stats(self) -> PoolStats: ...

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of everything the engine raises on purpose. The text names field, value and what is accepted; never a path."""
+    """Base of everything the engine raises on purpose. The text names field, value and what is
+    accepted; never a path."""
 
 
 class OutOfPages(EngineError):
@@ -16,8 +17,10 @@ class OutOfPages(EngineError):
 
 
 class CheckpointError(EngineError):
-    """A checkpoint that cannot be loaded: a missing, extra or misshapen tensor, an unsupported config value, a corrupt file."""
+    """A checkpoint that cannot be loaded: a missing, extra or misshapen tensor, an unsupported
+    config value, a corrupt file."""
 
 
 class BackendUnavailable(EngineError):
-    """No attention backend fits, or the requested one does not; the text lists every candidate with its reasons."""
+    """No attention backend fits, or the requested one does not; the text lists every candidate
+    with its reasons."""

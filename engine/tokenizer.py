@@ -33,7 +33,7 @@ _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 
 
 def tokenizer_hash(document: bytes) -> str:
-    return hashlib.sha256(document).hexdigest()[:32]
+    return hashlib.sha256(document).hexdigest()
 
 
 def read_document(directory: Path) -> bytes:

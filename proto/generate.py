@@ -16,7 +16,8 @@ PLUGINS = Path(sys.executable).parent
 
 
 def generate(root: Path, out: Path) -> None:
-    """Runs protoc over every .proto under `root`; import paths equal file paths, so nothing is rewritten."""
+    """Runs protoc over every .proto under `root`; import paths equal file paths, so nothing is
+    rewritten."""
     files = sorted(str(path.relative_to(root)) for path in root.rglob("*.proto"))
     outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python", "mypy_grpc")]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, *files]
@@ -27,12 +28,15 @@ def generate(root: Path, out: Path) -> None:
 
 
 def stale(root: Path) -> list[str]:
-    """Names of generated files that differ from what the .proto files give now, are missing, or are left over."""
+    """Names of generated files that differ from what the .proto files give now, are missing, or
+    are left over."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
         generate(root, out)
         fresh = {path.relative_to(out) for path in out.rglob("*_pb2*.py*") if path.is_file()}
-        kept = {path.relative_to(root) for path in root.rglob("*_pb2*.py*") if path.suffix != ".pyc"}
+        kept = {
+            path.relative_to(root) for path in root.rglob("*_pb2*.py*") if path.suffix != ".pyc"
+        }
         differ = {
             name for name in fresh & kept if not filecmp.cmp(out / name, root / name, shallow=False)
         }

@@ -15,10 +15,12 @@ from engine.kv.pool import PageTable
 
 @dataclass(frozen=True, slots=True)
 class LayerMode:
-    """How one layer attends inside a block. `window` counts the token itself; None is full attention.
+    """How one layer attends inside a block. `window` counts the token itself; None is full
+    attention.
 
     causal: row at position p sees keys [max(0, p-window+1), p].
-    non-causal: it sees every key of its session's span end, [max(0, p-window+1), min(end, p+window)) with a window.
+    non-causal: it sees every key of its session's span end, [max(0, p-window+1), min(end,
+    p+window)) with a window.
     """
 
     causal: bool = True
@@ -27,7 +29,8 @@ class LayerMode:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One session's rows in the packed batch: rows [first_row, first_row+row_count) at positions start .. start+row_count-1.
+    """One session's rows in the packed batch: rows [first_row, first_row+row_count) at positions
+    start .. start+row_count-1.
 
     Keys [0, start+row_count) of `table` must be written when the layer runs.
     """
@@ -41,7 +44,8 @@ class Span:
 class AttentionBackend(ABC):
     """Attention over paged KV. A backend belongs to one model and one cache.
 
-    `plan` does all host work of a step from lengths only; `run` does none. `rows_independent` says whether a row's output is the same
+    `plan` does all host work of a step from lengths only; `run` does none. `rows_independent` says
+    whether a row's output is the same
     bits whatever rows are beside it and however the span is cut.
     """
 
@@ -57,4 +61,5 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def run(self, plan: Any, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """q [rows, query_heads, head_dim] -> [rows, query_heads, head_dim], softmax scale 1/sqrt(head_dim)."""
+        """q [rows, query_heads, head_dim] -> [rows, query_heads, head_dim], softmax scale
+        1/sqrt(head_dim)."""
