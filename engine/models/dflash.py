@@ -253,6 +253,8 @@ def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = N
     source = resolve_model(target)
     target_config = from_hf(read_json(source.directory / "config.json"))
     config = parse_dflash(read_json(checkpoint / "config.json"), target_config)
+    if (checkpoint / "mask_embedding.pt").exists():
+        raise CheckpointError("a mask vector of its own (mask_embedding.pt) is not supported")
     weights = Weights(source.directory, options.weight_dtype)
     shape = (target_config.vocab_size, target_config.hidden_size)
     embedding = weights.take("model.embed_tokens.weight", *shape)

@@ -117,6 +117,10 @@ def _refuse_unsupported(config: Mapping[str, Any], nested: Mapping[str, Any]) ->
         (nested, "attention_value_scale", 1.0),
         (nested, "use_aux_hidden_state", True),
         (nested, "sample_from_anchor", False),
+        (nested, "input_embedding_scale", 1.0),
+        (nested, "output_multiplier", 1.0),
+        (nested, "final_logit_softcapping", None),
+        (config, "logit_scale", 1.0),
     )
     for values, key, accepted in fixed:
         if values.get(key, accepted) != accepted:
@@ -144,6 +148,11 @@ def parse_dflash(config: Mapping[str, Any], target: ModelConfig) -> DFlashConfig
             target.layer_count,
         ),
         ("vocab_size", config.get("vocab_size"), target.vocab_size),
+        (
+            "draft_vocab_size",
+            config.get("draft_vocab_size", target.vocab_size),
+            target.vocab_size,
+        ),
     ):
         if value != expected:
             raise refuse(key, value, f"{expected}, the target's")
