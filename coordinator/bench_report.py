@@ -92,6 +92,9 @@ def _number(value: float | None, digits: int) -> str:
 def notes(report: Report) -> list[str]:
     """Lines under the table: speed-ups over plain, acceptance, divergences."""
     lines = ["overhead: coordinator and links, ms a round, median over prompts"]
+    if "draft" in report["modes"]:
+        env = report["environment"]
+        lines.append(f"draft: {env['default_method']}, K={env['num_speculative_tokens']}")
     plain = report["modes"].get("plain", {}).get("decode_tokens_per_s")
     for mode, entry in report["modes"].items():
         if plain and mode != "plain" and entry["decode_tokens_per_s"]:

@@ -122,6 +122,12 @@ class LocalDeployment:
         self.children[module] = child
         return child
 
+    def restart(self, module: str) -> Child:
+        """Starts a service that has ended at its old address, and waits until it serves."""
+        child = self.spawn(module)
+        self._wait_serving(child, time.monotonic() + START_TIMEOUT_S)
+        return child
+
     def check(self) -> None:
         """Raises when a child has ended: name, status and the end of its log."""
         for child in self.children.values():
@@ -188,7 +194,7 @@ class LocalDeployment:
                     break
                 self._pause("coordinator's link", deadline)
         for worker in info.workers:
-            if worker.state != "ready":
+            if worker.state != "ready" or worker.reason:
                 self._progress(f"{worker.role} is {worker.state}: {worker.reason}")
 
     def _pause(self, name: str, deadline: float) -> None:

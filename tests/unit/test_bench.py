@@ -271,7 +271,12 @@ async def test_margins_are_fetched_only_for_what_differs() -> None:
 def test_table_plot_and_file(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
-    settings = {"temperature": 0.0, "exactness": "exact", "max_tokens": 4}
+    settings: dict[str, Any] = {
+        "temperature": 0.0,
+        "exactness": "exact",
+        "default_method": "dflash",
+    }
+    settings["num_speculative_tokens"] = 5
     environment = bench_report.environment(prompts, settings, "toy")
     assert environment["prompts_file"] == "p.jsonl" and len(environment["prompts_sha256"]) == 64
     plain = [run_of(rounds=10)]
