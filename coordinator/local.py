@@ -105,7 +105,7 @@ class LocalDeployment:
         self._wait_workers(began + START_TIMEOUT_S)
 
     def spawn(self, module: str) -> Child:
-        """Starts one service, or starts it again at its old address."""
+        """Starts one service. Main thread only: a child ends with the thread that started it."""
         address, flags = self._command(module)
         log = self._folder / f"{module}.log"
         command = [sys.executable, "-m", "coordinator.child", str(os.getpid()), module, *flags]

@@ -129,7 +129,7 @@ async def test_a_killed_draft_costs_speed_only(
         process = deployment.children["draft_svc"].process
         process.kill()
         process.wait()
-        await asyncio.to_thread(deployment.restart, "draft_svc")
+        deployment.restart("draft_svc")
     assert [ids for ids, _ in ended] == expected
     # Somebody was in the middle of speculation when it ended.
     assert any(final.acceptance.fallbacks for _, final in ended)
