@@ -26,7 +26,7 @@ class CoordinatorSettings(ServiceSettings):
         "", description="drafter of requests that name none; empty: the draft's default"
     )
     num_speculative_tokens: int = Field(
-        5, ge=1, le=64, description="draft tokens a round where a request does not say"
+        3, ge=1, le=64, description="draft tokens a round where a request does not say"
     )
     exactness: Literal["", "exact", "fast"] = Field(
         "", description="what a request gets that does not say; empty: the target's default"
