@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,20 +18,12 @@ from draft_svc.jobs import Computed, Handle, Job, OpenJob, ProposeJob, UpdateJob
 from draft_svc.methods.base import AnyMethod, Draft, MethodInfo, Request
 from engine.errors import EngineError
 from engine.kv.pool import PoolStats
-from specwire.errors import Reason, SpecwireError
+from specwire.errors import Reason, SpecwireError, internal_error
 
 log = logging.getLogger(__name__)
 
 Methods = Mapping[str, AnyMethod]
 Result = Callable[[], None]
-
-
-def internal_error(what: str) -> SpecwireError:
-    """For a bug of ours: the traceback goes to the log, an incident number to the client."""
-    incident = secrets.token_hex(8)
-    log.exception("incident %s: %s", incident, what)
-    text = f"internal error; the server's log has incident {incident}"
-    return SpecwireError(Reason.INTERNAL, text, {"incident": incident})
 
 
 class Worker:
@@ -151,8 +142,8 @@ class Worker:
             job.handle.context = self._methods[job.handle.method].open(job.ids, job.sampling)
         except EngineError as refusal:
             error = SpecwireError(Reason.KV_PAGES_EXHAUSTED, str(refusal))
-        except Exception:
-            error = internal_error("opening a session failed")
+        except Exception as bug:
+            error = internal_error(log, "opening a session failed", bug)
         return lambda: done(error)
 
     def _update(self, job: UpdateJob) -> None:
@@ -161,8 +152,8 @@ class Worker:
             return
         try:
             self._methods[job.handle.method].update(context, job.keep, job.tokens, job.rows)
-        except Exception:
-            internal_error("an update failed; its session proposes no more")
+        except Exception as bug:
+            internal_error(log, "an update failed; its session proposes no more", bug)
             self._close(job.handle)
 
     def _propose(self, name: str, jobs: list[ProposeJob]) -> list[Result]:
@@ -172,8 +163,8 @@ class Worker:
         error: SpecwireError | None = None
         try:
             drafts = self._methods[name].propose([Request(j.handle.context, j.k) for j in live])
-        except Exception:
-            error = internal_error(f"{name} failed to propose")
+        except Exception as bug:
+            error = internal_error(log, f"{name} failed to propose", bug)
         spent = time.monotonic_ns() - began
         lost = SpecwireError(Reason.SESSION_UNKNOWN, "the session has no context any more")
         by_job = dict(zip((id(job) for job in live), drafts, strict=False))

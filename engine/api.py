@@ -1,18 +1,16 @@
 """What an engine is: the values that go in and out of one step. Read this file first.
 
 A service builds a `Batch` of `Item`s, one per session, and gets one `ItemResult` per item back.
-The engine owns the
-pages; the caller owns everything else. Nothing in this room knows gRPC.
+The engine owns the pages; the caller owns everything else. Nothing in this room knows gRPC.
 
 Lengths. With `y` the committed tokens and `n = len(y)`, KV exists for positions `[0, n-1)`;
-`y[n-1]` is the anchor, chosen but
-not yet run. A verify item runs `[anchor, d_1 .. d_k]` at positions `n-1 .. n-1+k`.
+`y[n-1]` is the anchor, chosen but not yet run. A verify item runs `[anchor, d_1 .. d_k]` at
+positions `n-1 .. n-1+k`.
 
-Acceptance. The engine draws each position's token itself: `argmax(filtered_logits / T +
-gumbel(seed, choice, index, token))`, where
-`index` is the position of the token being drawn, plain argmax at T = 0, ties to the lowest id. A
-draft token is accepted
-while it equals that draw, so a draft can change speed only, never the text.
+Acceptance. The engine draws each position's token itself:
+`argmax(filtered_logits / T + gumbel(seed, choice, index, token))`, where `index` is the position of
+the token being drawn; plain argmax at T = 0, ties to the lowest id. A draft token is accepted while
+it equals that draw, so a draft can change speed only, never the text.
 """
 
 from __future__ import annotations
@@ -62,10 +60,10 @@ class Item:
 
     ids      tokens to run, at positions [start, start + len(ids))
     draws    how many trailing rows draw a token: 0 for a prompt chunk with more to come, 1 for the
-    last chunk and for
-             plain decoding, 1 + k for a verify block whose last k ids are draft tokens
+             last chunk and for plain decoding, 1 + k for a verify block whose last k ids are draft
+             tokens
     taps     layers whose outputs are returned as rows (0-based, before any final norm), strictly
-    increasing
+             increasing
     exact    keep the result independent of batch mates and of k (levels L2/L3)
     """
 
@@ -84,10 +82,9 @@ class ItemResult:
     """What one item gave. The engine has truncated the table to the valid length.
 
     tokens   the accepted draft tokens and one of the target's own: accepted + 1 ids (empty when
-    draws == 0)
+             draws == 0)
     rows     bf16 CPU tensor [valid rows, len(taps) * hidden_size]: every row of a prompt chunk,
-    accepted + 1 rows of a
-             verify block; None without taps
+             accepted + 1 rows of a verify block; None without taps
     margins  per token, highest filtered logit minus the second highest
     width    rows the step ran for this item, padding included
     """

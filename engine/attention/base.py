@@ -45,8 +45,7 @@ class AttentionBackend(ABC):
     """Attention over paged KV. A backend belongs to one model and one cache.
 
     `plan` does all host work of a step from lengths only; `run` does none. `rows_independent` says
-    whether a row's output is the same
-    bits whatever rows are beside it and however the span is cut.
+    whether a row's output is the same bits whatever rows are beside it and however the span is cut.
     """
 
     name: ClassVar[str]

@@ -6,6 +6,8 @@ Clients branch on `reason` only. Messages never hold prompt text, file paths or 
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -217,3 +219,11 @@ def _decoded(
     except ValueError:
         reason, metadata = fallback, {**metadata, "reason": name}
     return SpecwireError(reason, message, metadata, retry_after_ms)
+
+
+def internal_error(log: logging.Logger, what: str, error: BaseException) -> SpecwireError:
+    """For a bug of ours: the traceback goes to the log, an incident number to the client."""
+    incident = secrets.token_hex(8)
+    log.error("incident %s: %s", incident, what, exc_info=error)
+    text = f"internal error; the server's log has incident {incident}"
+    return SpecwireError(Reason.INTERNAL, text, {"incident": incident})

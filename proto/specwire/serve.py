@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -21,7 +20,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection as grpc_reflection
 from grpc_status import rpc_status
 
-from specwire.errors import Reason, SpecwireError
+from specwire.errors import Reason, SpecwireError, internal_error
 from specwire.rpc import server_options
 
 log = logging.getLogger(__name__)
@@ -90,10 +89,7 @@ async def _fail(context: Any, error: BaseException) -> None:
         # Something inside was cancelled, not this call. Let out, it would leave the client hanging.
         typed = SpecwireError(Reason.CANCELLED, "the server gave this call up")
     elif isinstance(error, Exception):
-        incident = secrets.token_hex(8)
-        log.error("incident %s in a handler", incident, exc_info=error)
-        text = f"internal error; the server's log has incident {incident}"
-        typed = SpecwireError(Reason.INTERNAL, text, {"incident": incident})
+        typed = internal_error(log, "a handler failed", error)
     else:
         raise error
     status = rpc_status.to_status(typed.to_status())
