@@ -196,7 +196,7 @@ class World:
             del defaults["token_ids"]
         return await self.client.generate(**{**defaults, **options})
 
-    async def until_idle(self, timeout: float = 1.0) -> None:
+    async def until_idle(self, timeout: float = 3.0) -> None:
         """Both workers know no session any more, and the target's pages are free."""
         async with asyncio.timeout(timeout):
             await self.app.scheduler.idle.wait()

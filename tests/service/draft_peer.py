@@ -24,7 +24,7 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 
 WIDTH = 4
 LIMITS = Limits(
-    max_sessions=8, rows_wait_ms=300, rows_buffer_bytes=4096, lease_ms=10_000, max_lease_ms=60_000
+    max_sessions=8, rows_wait_ms=1000, rows_buffer_bytes=4096, lease_ms=10_000, max_lease_ms=60_000
 )
 TARGET = 77
 
@@ -46,6 +46,8 @@ class ToyMethod(Method[ToyContext]):
         self.batches: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
+        # Set when a forward begins: what a test sends after that comes in the middle of it.
+        self.entered = threading.Event()
         self.broken = False
 
     @property
@@ -81,6 +83,7 @@ class ToyMethod(Method[ToyContext]):
                 context.rows[block.start + offset] = row.tolist()
 
     def propose(self, requests: Sequence[Request[ToyContext]]) -> list[Draft]:
+        self.entered.set()
         self.gate.wait(10)
         if self.broken:
             raise RuntimeError("a bug")
@@ -212,6 +215,13 @@ class Service:
     async def load(self) -> tuple[int, int]:
         info = await self.stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest())
         return info.load.sessions, info.load.pages_free
+
+    async def computing(self, timeout_s: float = 5) -> None:
+        """Waits until a forward has begun since the last call."""
+        async with asyncio.timeout(timeout_s):
+            while not self.toy.entered.is_set():  # noqa: ASYNC110 - set by the worker's thread
+                await asyncio.sleep(0.005)
+        self.toy.entered.clear()
 
     async def idle(self, timeout_s: float = 3) -> Self:
         """Waits until no session and no context is left."""

@@ -117,7 +117,7 @@ class Target:
     def count(self, name: str, **labels: str) -> float:
         return self.app.metrics.value(name, **labels)
 
-    async def until_idle(self, timeout: float = 1.0) -> None:
+    async def until_idle(self, timeout: float = 3.0) -> None:
         """All sessions gone and all pages free, in time."""
         async with asyncio.timeout(timeout):
             await self.app.scheduler.idle.wait()

@@ -147,13 +147,13 @@ async def test_the_end_of_a_link_closes_nothing(service: Service) -> None:
 async def test_leases_end_sessions_and_heartbeats_renew_them(service: Service) -> None:
     link = service.link()
     kept, lost = session_key(1), session_key(2)
-    await link.ask(open_item(kept, [1, 2], lease_ms=300))
-    await link.ask(open_item(lost, [1, 2], lease_ms=300))
-    beat = target_pb2.Heartbeat(coordinator=5, sessions=[kept, session_key(3)], lease_ms=300)
+    await link.ask(open_item(kept, [1, 2], lease_ms=1000))
+    await link.ask(open_item(lost, [1, 2], lease_ms=1000))
+    beat = target_pb2.Heartbeat(coordinator=5, sessions=[kept, session_key(3)], lease_ms=1000)
     for _ in range(8):
         reply = await link.ask(draft_pb2.DraftItem(heartbeat=beat))
         assert list(reply.heartbeat_ack.unknown) == [session_key(3)]
-        await asyncio.sleep(0.08)
+        await asyncio.sleep(0.2)
     assert (await service.load())[0] == 1 and service.host.metrics.value(
         "events", cause="lease_expired"
     ) == 1
@@ -184,6 +184,7 @@ async def test_a_close_during_a_step_frees_everything(service: Service) -> None:
     await rows.push(KEY, 0, 0, [10, 20])
     service.toy.gate.clear()
     await link.send(advance_item(KEY, 0, 2, [3], 1))
+    await service.computing()
     assert (await link.ask(close_item(KEY))).closed.key == KEY
     service.toy.gate.set()
     await service.idle()
@@ -198,7 +199,7 @@ async def test_sessions_that_are_ready_share_one_forward(service: Service) -> No
         await rows.push(key, 0, 0, [10, 20 * key.session_id])
     service.toy.gate.clear()
     await link.silent(advance_item(keys[0], 0, 2, [3], 1))
-    await asyncio.sleep(0.05)  # the engine is inside the first forward
+    await service.computing()
     await link.silent(advance_item(keys[1], 0, 2, [3], 1))
     await link.silent(advance_item(keys[2], 0, 2, [3], 1))
     await link.silent(advance_item(keys[3], 0, 2, [3], 1))

@@ -99,13 +99,13 @@ async def test_waiting_ends_at_the_limit_and_at_the_deadline(service: Service) -
     began = time.monotonic()
     reply = await link.ask(advance_item(KEY, 0, 4, [7], 2))
     assert reply.proposal.reason == REASON_ROWS_MISSING
-    assert time.monotonic() - began > 0.25
+    assert time.monotonic() - began > 0.9
     began = time.monotonic()
     reply = await link.ask(advance_item(KEY, 1, 5, [8], 2, deadline_ms=20))
-    assert reply.proposal.reason == REASON_DEADLINE and time.monotonic() - began < 0.25
+    assert reply.proposal.reason == REASON_DEADLINE and time.monotonic() - began < 0.9
     began = time.monotonic()
     reply = await link.ask(advance_item(KEY, 2, 6, [8], 2, rows_count=0))
-    assert reply.proposal.reason == REASON_ROWS_MISSING and time.monotonic() - began < 0.25
+    assert reply.proposal.reason == REASON_ROWS_MISSING and time.monotonic() - began < 0.9
 
 
 async def test_late_rows_repair_the_context(service: Service) -> None:

@@ -90,11 +90,11 @@ async def test_leases() -> None:
     async with target() as service:
         peer = service.peer()
         keys = [key(i) for i in range(8)]
-        await peer.send(*(open_target(PROMPT, at=k, lease_ms=400) for k in keys))
+        await peer.send(*(open_target(PROMPT, at=k, lease_ms=1200) for k in keys))
         for _ in keys:
             await peer.verdict()
         for _ in range(5):
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.3)
             assert await peer.heartbeat(keys[0], keys[1]) == []
         assert len(service.app.scheduler.sessions) == 2
         assert service.count("dropped", cause="lease_expired") == 6
@@ -106,9 +106,9 @@ async def test_no_lease_ends_in_the_middle_of_a_step() -> None:
     async with target() as service:
         peer = service.peer()
         service.engine.gate.clear()
-        await peer.send(open_target(PROMPT, lease_ms=100))
+        await peer.send(open_target(PROMPT, lease_ms=600))
         await peer.heartbeat()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.9)
         service.engine.gate.set()
         assert (await peer.verdict()).new_len == 4
         await peer.send(verify(1, 4))
