@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from specwire.environment import prepare
+
+prepare()  # before grpc loads
+
 from coordinator.host import CoordinatorHost
 from coordinator.settings import CoordinatorSettings
 from specwire.observe import metrics_server, setup_logging

@@ -93,6 +93,8 @@ class Session:
                 verdict = await self._verdict()
                 done = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
                 k = 0 if done else self._ask(verdict)
+                if k:
+                    await asyncio.sleep(0)  # the question leaves before the text is worked on
                 delta, counted, stop = self._commit(verdict, done)
                 if stop or done:
                     self.close()

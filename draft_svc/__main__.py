@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from contextlib import ExitStack, closing
 
-# Before torch loads OpenMP: threads that spin while they wait take the cores from the target.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from specwire.environment import prepare
+
+prepare()  # before torch and grpc load
 
 from draft_svc.host import DraftHost
 from draft_svc.loading import load_methods

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
-# Before torch loads OpenMP: threads that spin while they wait take the cores from the draft and the
-# coordinator, and one contended step then takes a hundred times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from specwire.environment import prepare
+
+prepare()  # before torch and grpc load
 
 from specwire.observe import metrics_server, setup_logging
 from specwire.serve import run_service

@@ -18,10 +18,8 @@ def end_chunk(session: Session, item: Item, rows: Rows | None) -> None:
     _send_rows(session, 0, item.start, rows)
 
 
-def commit(
-    session: Session, step: Step, item: Item, result: ItemResult, rows: Rows | None
-) -> target_pb2.Verdict:
-    """Keeps what stop ids and limits allow. The rows leave before the verdict does."""
+def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdict:
+    """Keeps what stop ids and limits allow. The rows follow with `end_step`."""
     base, opening = len(session.ids), session.opening
     kept = trim(result.tokens, result.accepted, session.spec.stop_ids, session.remaining)
     session.ids.extend(kept.tokens)
@@ -29,8 +27,6 @@ def commit(
     assert session.table is not None
     session.table.truncate(new_len - 1)
     session.prefilled = len(session.spec.ids)
-    # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
-    _send_rows(session, step.step_id, item.start, rows, end=new_len - 1)
     rows_start = session.spec.rows_from if opening else base - 1
     session.finished = bool(kept.finish)
     session.done_step = step.step_id
@@ -49,6 +45,15 @@ def commit(
         width=step.width,
     )
     return session.verdict
+
+
+def end_step(session: Session, step_id: int, item: Item, rows: Rows | None) -> None:
+    """Sends the rows of a committed step.
+
+    After the verdict, which has the longer way: through the coordinator, to the draft's Advance.
+    """
+    # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
+    _send_rows(session, step_id, item.start, rows, end=len(session.ids) - 1)
 
 
 def free_step(session: Session, after: Step) -> Step:

@@ -237,14 +237,15 @@ class Scheduler:
         now: float,
     ) -> None:
         """Commits and answers a step, then begins what is next: a newer item, or the free run."""
-        verdict = results.commit(session, step, item, result, rows)
+        verdict = results.commit(session, step, result)
+        session.link.send(target_pb2.TargetReply(verdict=verdict))
+        results.end_step(session, step.step_id, item, rows)
         kind = "verify" if step.step_id else "open"
         self._metrics.verdict(kind, verdict.accepted, len(verdict.tokens))
         if step.asked:
             session.renew(now)
         session.step = None
         self._ready.pop(id(session), None)
-        session.link.send(target_pb2.TargetReply(verdict=verdict))
         if session.next is not None:
             self._begin_next(session)
         elif step.free_run and not session.finished:

@@ -1,0 +1,21 @@
+"""Switches that libraries read when they load. Call `prepare` before importing grpc or torch."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+# gRPC's event engine reads on a pool of threads and hands over to the thread that the loop listens
+# to; the older poller reads there: one wake-up less for each message, 0.17 against 0.28 ms for an
+# exchange between two busy processes. Only for releases in which it was tried.
+_POLLER_RELEASES = ((1, 76), (1, 85))
+_POLLER = "-event_engine_client,-event_engine_listener"
+
+
+def prepare() -> None:
+    """Sets what the user has not set: threads that wait must leave the cores to the others."""
+    # A waiting OpenMP thread that spins makes a contended step take a hundred times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    release = tuple(int(part) for part in metadata.version("grpcio").split(".")[:2])
+    if _POLLER_RELEASES[0] <= release <= _POLLER_RELEASES[1]:
+        os.environ.setdefault("GRPC_EXPERIMENTS", _POLLER)
