@@ -27,14 +27,30 @@ from engine.kv.pool import PageTable, PoolStats
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Options of one choice, already validated. `temperature == 0` is greedy; `top_k == 0` and
-    `top_p == 1` are off."""
+    """Options of one choice, already validated. `temperature == 0` is greedy; the defaults of the
+    others are off.
+
+    The order of application is vLLM's: allowed ids (`min_tokens`, `bad_sequences`), `logit_bias`,
+    penalties, temperature, `min_p`, `top_k`, `top_p`. Every position sees the tokens before it, the
+    draft prefix included.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
     choice: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # (token id, value added), ids rising.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    # No output may end with one of these.
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    # `stop_ids` cannot be drawn before the output has this many tokens.
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,17 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log softmax of a row's logits before any sampling option: of the token chosen, its rank (1:
+    the highest), and the `top` highest as (id, value), ties to the lowest id."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """One session's share of a step. All fields are set by the caller.
 
@@ -65,6 +92,10 @@ class Item:
     taps     layers whose outputs are returned as rows (0-based, before any final norm), strictly
              increasing
     exact    keep the result independent of batch mates and of k (levels L2/L3)
+    context  the session's committed tokens, the ids of this item that are no drafts included;
+             `context[prompt_len:]` is the output so far. Read only where `sampling` needs it
+    logprobs alternatives per drawn token; None: none are computed
+    prompt_logprobs  the same for the rows of a prompt chunk: row i scores the token after it
     """
 
     table: PageTable
@@ -75,6 +106,10 @@ class Item:
     taps: tuple[int, ...] = ()
     exact: bool = True
     margins: bool = False
+    context: Sequence[int] = ()
+    prompt_len: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +122,8 @@ class ItemResult:
              accepted + 1 rows of a verify block; None without taps
     margins  per token, highest filtered logit minus the second highest
     width    rows the step ran for this item, padding included
+    logprobs         one per token of `tokens`, when asked for
+    prompt_logprobs  of a prompt chunk: one per row whose next token is in `context`
     """
 
     tokens: tuple[int, ...]
@@ -94,6 +131,8 @@ class ItemResult:
     rows: torch.Tensor | None
     margins: tuple[float, ...]
     width: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Engine(Protocol):

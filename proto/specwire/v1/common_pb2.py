@@ -24,45 +24,57 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specwire/v1/common.proto\x12\x0bspecwire.v1\"I\n\nSessionKey\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\r\"\xac\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x13\n\x06\x63hoice\x18\x05 \x01(\rH\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\t\n\x07_choice\"H\n\x06Tensor\x12!\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.specwire.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xad\x01\n\tItemError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x36\n\x08metadata\x18\x03 \x03(\x0b\x32$.specwire.v1.ItemError.MetadataEntry\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"/\n\x07Timings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\ncompute_ns\x18\x02 \x01(\x04\"\xb6\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x13\n\x0blayer_count\x18\x06 \x01(\r\x12\x19\n\x11max_length_tokens\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\"\x88\x02\n\x0f\x41ttentionReport\x12\x11\n\trequested\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12:\n\ncandidates\x18\x04 \x03(\x0b\x32&.specwire.v1.AttentionReport.Candidate\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x07 \x01(\r\x12\x12\n\ngraph_mode\x18\x08 \x01(\t\x1a*\n\tCandidate\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07reasons\x18\x02 \x03(\t\"r\n\nWorkerInfo\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"\xaa\x01\n\tRowFormat\x12*\n\x08\x65ncoding\x18\x01 \x01(\x0e\x32\x18.specwire.v1.RowEncoding\x12.\n\nconvention\x18\x02 \x01(\x0e\x32\x1a.specwire.v1.TapConvention\x12\x0f\n\x07tap_ids\x18\x03 \x03(\r\x12!\n\x05\x64type\x18\x04 \x01(\x0e\x32\x12.specwire.v1.DType\x12\r\n\x05width\x18\x05 \x01(\r*O\n\tExactness\x12\x19\n\x15\x45XACTNESS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45XACTNESS_EXACT\x10\x01\x12\x12\n\x0e\x45XACTNESS_FAST\x10\x02*\xa1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04*\\\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44_TYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44_TYPE_FLOAT16\x10\x02\x12\x13\n\x0f\x44_TYPE_BFLOAT16\x10\x03*S\n\rTapConvention\x12\x1e\n\x1aTAP_CONVENTION_UNSPECIFIED\x10\x00\x12\"\n\x1eTAP_CONVENTION_OUTPUT_OF_LAYER\x10\x01*B\n\x0bRowEncoding\x12\x1c\n\x18ROW_ENCODING_UNSPECIFIED\x10\x00\x12\x15\n\x11ROW_ENCODING_TAPS\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specwire/v1/common.proto\x12\x0bspecwire.v1\"I\n\nSessionKey\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\r\"\xb3\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x13\n\x06\x63hoice\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x38\n\nlogit_bias\x18\n \x03(\x0b\x32$.specwire.v1.Sampling.LogitBiasEntry\x12\x31\n\rbad_sequences\x18\x0b \x03(\x0b\x32\x1a.specwire.v1.TokenSequence\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\t\n\x07_choiceB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokens\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"t\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.specwire.v1.TopLogprob\x12\x0c\n\x04text\x18\x05 \x01(\t\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\"V\n\x08StepCost\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x12\n\ncompute_ns\x18\x04 \x01(\x04\"H\n\x06Tensor\x12!\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.specwire.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xad\x01\n\tItemError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x36\n\x08metadata\x18\x03 \x03(\x0b\x32$.specwire.v1.ItemError.MetadataEntry\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"/\n\x07Timings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\ncompute_ns\x18\x02 \x01(\x04\"\xb6\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x13\n\x0blayer_count\x18\x06 \x01(\r\x12\x19\n\x11max_length_tokens\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\"\x88\x02\n\x0f\x41ttentionReport\x12\x11\n\trequested\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12:\n\ncandidates\x18\x04 \x03(\x0b\x32&.specwire.v1.AttentionReport.Candidate\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x07 \x01(\r\x12\x12\n\ngraph_mode\x18\x08 \x01(\t\x1a*\n\tCandidate\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07reasons\x18\x02 \x03(\t\"r\n\nWorkerInfo\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"\xaa\x01\n\tRowFormat\x12*\n\x08\x65ncoding\x18\x01 \x01(\x0e\x32\x18.specwire.v1.RowEncoding\x12.\n\nconvention\x18\x02 \x01(\x0e\x32\x1a.specwire.v1.TapConvention\x12\x0f\n\x07tap_ids\x18\x03 \x03(\r\x12!\n\x05\x64type\x18\x04 \x01(\x0e\x32\x12.specwire.v1.DType\x12\r\n\x05width\x18\x05 \x01(\r*O\n\tExactness\x12\x19\n\x15\x45XACTNESS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45XACTNESS_EXACT\x10\x01\x12\x12\n\x0e\x45XACTNESS_FAST\x10\x02*\xa1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04*\\\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44_TYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44_TYPE_FLOAT16\x10\x02\x12\x13\n\x0f\x44_TYPE_BFLOAT16\x10\x03*S\n\rTapConvention\x12\x1e\n\x1aTAP_CONVENTION_UNSPECIFIED\x10\x00\x12\"\n\x1eTAP_CONVENTION_OUTPUT_OF_LAYER\x10\x01*B\n\x0bRowEncoding\x12\x1c\n\x18ROW_ENCODING_UNSPECIFIED\x10\x00\x12\x15\n\x11ROW_ENCODING_TAPS\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specwire.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_ITEMERROR_METADATAENTRY']._loaded_options = None
   _globals['_ITEMERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_EXACTNESS']._serialized_start=1331
-  _globals['_EXACTNESS']._serialized_end=1410
-  _globals['_FINISHREASON']._serialized_start=1413
-  _globals['_FINISHREASON']._serialized_end=1574
-  _globals['_DTYPE']._serialized_start=1576
-  _globals['_DTYPE']._serialized_end=1668
-  _globals['_TAPCONVENTION']._serialized_start=1670
-  _globals['_TAPCONVENTION']._serialized_end=1753
-  _globals['_ROWENCODING']._serialized_start=1755
-  _globals['_ROWENCODING']._serialized_end=1821
+  _globals['_EXACTNESS']._serialized_start=2021
+  _globals['_EXACTNESS']._serialized_end=2100
+  _globals['_FINISHREASON']._serialized_start=2103
+  _globals['_FINISHREASON']._serialized_end=2264
+  _globals['_DTYPE']._serialized_start=2266
+  _globals['_DTYPE']._serialized_end=2358
+  _globals['_TAPCONVENTION']._serialized_start=2360
+  _globals['_TAPCONVENTION']._serialized_end=2443
+  _globals['_ROWENCODING']._serialized_start=2445
+  _globals['_ROWENCODING']._serialized_end=2511
   _globals['_SESSIONKEY']._serialized_start=41
   _globals['_SESSIONKEY']._serialized_end=114
   _globals['_SAMPLING']._serialized_start=117
-  _globals['_SAMPLING']._serialized_end=289
-  _globals['_TENSOR']._serialized_start=291
-  _globals['_TENSOR']._serialized_end=363
-  _globals['_ITEMERROR']._serialized_start=366
-  _globals['_ITEMERROR']._serialized_end=539
-  _globals['_ITEMERROR_METADATAENTRY']._serialized_start=492
-  _globals['_ITEMERROR_METADATAENTRY']._serialized_end=539
-  _globals['_TIMINGS']._serialized_start=541
-  _globals['_TIMINGS']._serialized_end=588
-  _globals['_MODELINFO']._serialized_start=591
-  _globals['_MODELINFO']._serialized_end=773
-  _globals['_ATTENTIONREPORT']._serialized_start=776
-  _globals['_ATTENTIONREPORT']._serialized_end=1040
-  _globals['_ATTENTIONREPORT_CANDIDATE']._serialized_start=998
-  _globals['_ATTENTIONREPORT_CANDIDATE']._serialized_end=1040
-  _globals['_WORKERINFO']._serialized_start=1042
-  _globals['_WORKERINFO']._serialized_end=1156
-  _globals['_ROWFORMAT']._serialized_start=1159
-  _globals['_ROWFORMAT']._serialized_end=1329
+  _globals['_SAMPLING']._serialized_end=680
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=485
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=533
+  _globals['_TOKENSEQUENCE']._serialized_start=682
+  _globals['_TOKENSEQUENCE']._serialized_end=710
+  _globals['_TOKENLOGPROBS']._serialized_start=712
+  _globals['_TOKENLOGPROBS']._serialized_end=828
+  _globals['_TOPLOGPROB']._serialized_start=830
+  _globals['_TOPLOGPROB']._serialized_end=891
+  _globals['_STEPCOST']._serialized_start=893
+  _globals['_STEPCOST']._serialized_end=979
+  _globals['_TENSOR']._serialized_start=981
+  _globals['_TENSOR']._serialized_end=1053
+  _globals['_ITEMERROR']._serialized_start=1056
+  _globals['_ITEMERROR']._serialized_end=1229
+  _globals['_ITEMERROR_METADATAENTRY']._serialized_start=1182
+  _globals['_ITEMERROR_METADATAENTRY']._serialized_end=1229
+  _globals['_TIMINGS']._serialized_start=1231
+  _globals['_TIMINGS']._serialized_end=1278
+  _globals['_MODELINFO']._serialized_start=1281
+  _globals['_MODELINFO']._serialized_end=1463
+  _globals['_ATTENTIONREPORT']._serialized_start=1466
+  _globals['_ATTENTIONREPORT']._serialized_end=1730
+  _globals['_ATTENTIONREPORT_CANDIDATE']._serialized_start=1688
+  _globals['_ATTENTIONREPORT_CANDIDATE']._serialized_end=1730
+  _globals['_WORKERINFO']._serialized_start=1732
+  _globals['_WORKERINFO']._serialized_end=1846
+  _globals['_ROWFORMAT']._serialized_start=1849
+  _globals['_ROWFORMAT']._serialized_end=2019
 # @@protoc_insertion_point(module_scope)

@@ -45,7 +45,7 @@ class DraftLoad(_message.Message):
     def __init__(self, sessions: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ...) -> None: ...
 
 class DrafterInfo(_message.Message):
-    __slots__ = ("method", "name", "needs_rows", "row_format", "max_draft_tokens", "max_length_tokens", "fingerprint", "target_hidden_size", "target_layer_count", "target_vocab_size", "target_fingerprint", "tokenizer_hash", "slot_mode", "block_size", "mask_token_id", "rope_style", "rope_theta", "rope_scaling", "attention", "d2t_hash", "layer_attention", "is_default")
+    __slots__ = ("method", "name", "needs_rows", "row_format", "max_draft_tokens", "max_length_tokens", "fingerprint", "target_hidden_size", "target_layer_count", "target_vocab_size", "target_fingerprint", "tokenizer_hash", "slot_mode", "block_size", "mask_token_id", "rope_style", "rope_theta", "rope_scaling", "attention", "d2t_hash", "layer_attention", "is_default", "costs")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NEEDS_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class DrafterInfo(_message.Message):
     D2T_HASH_FIELD_NUMBER: _ClassVar[int]
     LAYER_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     IS_DEFAULT_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     method: str
     name: str
     needs_rows: bool
@@ -90,7 +91,8 @@ class DrafterInfo(_message.Message):
     d2t_hash: str
     layer_attention: _containers.RepeatedScalarFieldContainer[str]
     is_default: bool
-    def __init__(self, method: _Optional[str] = ..., name: _Optional[str] = ..., needs_rows: bool = ..., row_format: _Optional[_Union[_common_pb2.RowFormat, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., max_length_tokens: _Optional[int] = ..., fingerprint: _Optional[str] = ..., target_hidden_size: _Optional[int] = ..., target_layer_count: _Optional[int] = ..., target_vocab_size: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., slot_mode: _Optional[_Union[SlotMode, str]] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., rope_style: _Optional[str] = ..., rope_theta: _Optional[float] = ..., rope_scaling: _Optional[str] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., d2t_hash: _Optional[str] = ..., layer_attention: _Optional[_Iterable[str]] = ..., is_default: bool = ...) -> None: ...
+    costs: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepCost]
+    def __init__(self, method: _Optional[str] = ..., name: _Optional[str] = ..., needs_rows: bool = ..., row_format: _Optional[_Union[_common_pb2.RowFormat, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., max_length_tokens: _Optional[int] = ..., fingerprint: _Optional[str] = ..., target_hidden_size: _Optional[int] = ..., target_layer_count: _Optional[int] = ..., target_vocab_size: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., slot_mode: _Optional[_Union[SlotMode, str]] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., rope_style: _Optional[str] = ..., rope_theta: _Optional[float] = ..., rope_scaling: _Optional[str] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., d2t_hash: _Optional[str] = ..., layer_attention: _Optional[_Iterable[str]] = ..., is_default: bool = ..., costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ...) -> None: ...
 
 class DraftServiceLinkRequest(_message.Message):
     __slots__ = ("items",)
@@ -187,7 +189,7 @@ class DraftOpened(_message.Message):
     def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., have_rows: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("key", "step_id", "base_len", "ids", "confidences", "timings", "reason")
+    __slots__ = ("key", "step_id", "base_len", "ids", "confidences", "timings", "reason", "source")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +197,7 @@ class Proposal(_message.Message):
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.SessionKey
     step_id: int
     base_len: int
@@ -202,7 +205,8 @@ class Proposal(_message.Message):
     confidences: _containers.RepeatedScalarFieldContainer[float]
     timings: _common_pb2.Timings
     reason: str
-    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    source: str
+    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class DraftRefused(_message.Message):
     __slots__ = ("key", "step_id", "error", "have_len")

@@ -13,7 +13,7 @@ class TargetServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TargetServiceGetInfoResponse(_message.Message):
-    __slots__ = ("worker", "model", "attention", "tap_layer_count", "row_encodings", "row_dtype", "drive", "contract_levels", "numerics_fingerprint", "default_exactness", "max_draft_tokens", "page_size_tokens", "load")
+    __slots__ = ("worker", "model", "attention", "tap_layer_count", "row_encodings", "row_dtype", "drive", "contract_levels", "numerics_fingerprint", "default_exactness", "max_draft_tokens", "page_size_tokens", "load", "costs")
     class Drive(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DRIVE_UNSPECIFIED: _ClassVar[TargetServiceGetInfoResponse.Drive]
@@ -35,6 +35,7 @@ class TargetServiceGetInfoResponse(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerInfo
     model: _common_pb2.ModelInfo
     attention: _common_pb2.AttentionReport
@@ -48,19 +49,24 @@ class TargetServiceGetInfoResponse(_message.Message):
     max_draft_tokens: int
     page_size_tokens: int
     load: TargetLoad
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerInfo, _Mapping]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., tap_layer_count: _Optional[int] = ..., row_encodings: _Optional[_Iterable[_Union[_common_pb2.RowEncoding, str]]] = ..., row_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., drive: _Optional[_Union[TargetServiceGetInfoResponse.Drive, str]] = ..., contract_levels: _Optional[_Iterable[str]] = ..., numerics_fingerprint: _Optional[str] = ..., default_exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., max_draft_tokens: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., load: _Optional[_Union[TargetLoad, _Mapping]] = ...) -> None: ...
+    costs: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepCost]
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerInfo, _Mapping]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., tap_layer_count: _Optional[int] = ..., row_encodings: _Optional[_Iterable[_Union[_common_pb2.RowEncoding, str]]] = ..., row_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., drive: _Optional[_Union[TargetServiceGetInfoResponse.Drive, str]] = ..., contract_levels: _Optional[_Iterable[str]] = ..., numerics_fingerprint: _Optional[str] = ..., default_exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., max_draft_tokens: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., load: _Optional[_Union[TargetLoad, _Mapping]] = ..., costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ...) -> None: ...
 
 class TargetLoad(_message.Message):
-    __slots__ = ("sessions", "waiting", "pages_free", "pages_total")
+    __slots__ = ("sessions", "waiting", "pages_free", "pages_total", "pages_cached", "preempted")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     waiting: int
     pages_free: int
     pages_total: int
-    def __init__(self, sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ...) -> None: ...
+    pages_cached: int
+    preempted: int
+    def __init__(self, sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_cached: _Optional[int] = ..., preempted: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ("known_hash",)
@@ -97,7 +103,7 @@ class TargetItem(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenTarget, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., export_rows: _Optional[_Union[ExportRows, _Mapping]] = ..., close: _Optional[_Union[CloseSession, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class OpenTarget(_message.Message):
-    __slots__ = ("key", "ids", "prompt_len", "sampling", "stop_token_ids", "ignore_eos", "max_new_tokens", "exactness", "push_to", "rows_from", "lease_ms", "deadline_ms", "traceparent", "report_margins", "free_run")
+    __slots__ = ("key", "ids", "prompt_len", "sampling", "stop_token_ids", "ignore_eos", "max_new_tokens", "exactness", "push_to", "rows_from", "lease_ms", "deadline_ms", "traceparent", "report_margins", "free_run", "row_window", "fork_of", "priority", "logprobs", "prompt_logprobs", "no_prefix_cache")
     KEY_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +119,12 @@ class OpenTarget(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     REPORT_MARGINS_FIELD_NUMBER: _ClassVar[int]
     FREE_RUN_FIELD_NUMBER: _ClassVar[int]
+    ROW_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    FORK_OF_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NO_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.SessionKey
     ids: bytes
     prompt_len: int
@@ -128,7 +140,13 @@ class OpenTarget(_message.Message):
     traceparent: str
     report_margins: bool
     free_run: int
-    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., max_new_tokens: _Optional[int] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., push_to: _Optional[_Union[PushTo, _Mapping]] = ..., rows_from: _Optional[int] = ..., lease_ms: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., report_margins: bool = ..., free_run: _Optional[int] = ...) -> None: ...
+    row_window: int
+    fork_of: _common_pb2.SessionKey
+    priority: int
+    logprobs: int
+    prompt_logprobs: int
+    no_prefix_cache: bool
+    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., max_new_tokens: _Optional[int] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., push_to: _Optional[_Union[PushTo, _Mapping]] = ..., rows_from: _Optional[int] = ..., lease_ms: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., report_margins: bool = ..., free_run: _Optional[int] = ..., row_window: _Optional[int] = ..., fork_of: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., priority: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., no_prefix_cache: bool = ...) -> None: ...
 
 class PushTo(_message.Message):
     __slots__ = ("address", "draft_incarnation", "format")
@@ -204,7 +222,7 @@ class TargetReply(_message.Message):
     def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., refused: _Optional[_Union[TargetRefused, _Mapping]] = ..., closed: _Optional[_Union[TargetClosed, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("key", "step_id", "base_len", "accepted", "tokens", "new_len", "finish", "timings", "margins", "rows_start", "rows_count", "width")
+    __slots__ = ("key", "step_id", "base_len", "accepted", "tokens", "new_len", "finish", "timings", "margins", "rows_start", "rows_count", "width", "logprobs", "prompt_logprobs", "cached_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +235,9 @@ class Verdict(_message.Message):
     ROWS_START_FIELD_NUMBER: _ClassVar[int]
     ROWS_COUNT_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.SessionKey
     step_id: int
     base_len: int
@@ -229,7 +250,10 @@ class Verdict(_message.Message):
     rows_start: int
     rows_count: int
     width: int
-    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., new_len: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., margins: _Optional[_Iterable[float]] = ..., rows_start: _Optional[int] = ..., rows_count: _Optional[int] = ..., width: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    cached_tokens: int
+    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., new_len: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., margins: _Optional[_Iterable[float]] = ..., rows_start: _Optional[int] = ..., rows_count: _Optional[int] = ..., width: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class TargetRefused(_message.Message):
     __slots__ = ("key", "step_id", "error", "have_len")
