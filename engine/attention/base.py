@@ -9,22 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from engine.attention.mode import LayerMode as LayerMode
 from engine.kv.cache import KVCache
 from engine.kv.pool import PageTable
-
-
-@dataclass(frozen=True, slots=True)
-class LayerMode:
-    """How one layer attends inside a block. `window` counts the token itself; None is full
-    attention.
-
-    causal: row at position p sees keys [max(0, p-window+1), p].
-    non-causal: it sees every key of its session's span end, [max(0, p-window+1), min(end,
-    p+window)) with a window.
-    """
-
-    causal: bool = True
-    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """`requested` is what the settings said ("" when unset); `chosen` is what runs."""
+    """`requested` is what the settings said ("" when unset); `chosen` is what runs. `policy` is
+    auto, inherit, name or model."""
 
     requested: str
     policy: str

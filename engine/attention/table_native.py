@@ -1,0 +1,35 @@
+"""Our own backends. Both are also the truth of tests; neither was ever run on a GPU by us."""
+
+from __future__ import annotations
+
+from engine.attention.capabilities import Backend, Kind, KvRule, Sizes
+from engine.attention.devices import CPU
+
+CPU_ATTN = Backend(
+    name="CPU_ATTN",
+    kinds=(Kind.MHA,),
+    on=(CPU,),
+    dtypes=("float32",),
+    kv=(KvRule(("auto", "float32", "bfloat16")),),
+    pages=(Sizes(),),
+    heads=(Sizes(multiple=8, high=1024),),
+    non_causal=True,
+    window=True,
+    implemented=True,
+    note="rows do not depend on the rows beside them; activations are fp32",
+)
+
+TORCH_SDPA = Backend(
+    name="TORCH_SDPA",
+    kinds=(Kind.MHA,),
+    on=(CPU,),
+    dtypes=("float32",),
+    kv=(KvRule(("auto", "float32", "bfloat16", "float16")),),
+    pages=(Sizes(),),
+    non_causal=True,
+    window=True,
+    implemented=True,
+    note="the plain reference: any head size, any page size",
+)
+
+ROWS = (CPU_ATTN, TORCH_SDPA)
