@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,10 @@ from draft_svc.methods.base import AnyMethod
 from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.ngram import NgramMethod
 from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
-from engine.device import kv_dtype, resolve_device, weight_dtype
+from engine.device import resolve_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError
-from engine.kv.cache import KVGeometry
 from engine.models.config import from_hf
-from engine.models.dflash import DFlashOptions, load_dflash
+from engine.models.dflash import DFlashOptions, choose_attention, load_dflash
 from engine.models.dflash_config import parse_dflash
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError
@@ -59,13 +59,14 @@ def _dflash(settings: DraftSettings) -> AnyMethod:
     resolve_device(settings.device)
     checkpoint = _checkpoint(settings.draft)
     options = DFlashOptions(
-        page_count=_page_count(settings, checkpoint),
         page_tokens=settings.page_tokens,
-        kv_dtype=kv_dtype(settings.kv_dtype),
+        kv_dtype=settings.kv_dtype,
         weight_dtype=weight_dtype(settings.dtype),
         kernels=settings.kernels,
         attention_backend=settings.attention_backend,
+        cuda_graph_mode=settings.cuda_graph_mode,
     )
+    options = replace(options, page_count=_page_count(settings, checkpoint, options))
     return DFlashMethod(
         load_dflash(checkpoint, settings.target, options),
         max_draft_tokens=settings.max_draft_tokens,
@@ -82,18 +83,12 @@ def _checkpoint(reference: str) -> Path:
     return path
 
 
-def _page_count(settings: DraftSettings, checkpoint: Path) -> int:
+def _page_count(settings: DraftSettings, checkpoint: Path, options: DFlashOptions) -> int:
     if settings.kv_pages is not None:
         return settings.kv_pages
     target = from_hf(read_json(resolve_model(settings.target).directory / "config.json"))
     config = parse_dflash(read_json(checkpoint / "config.json"), target)
-    geometry = KVGeometry(
-        config.layer_count,
-        config.kv_heads,
-        config.head_dim,
-        settings.page_tokens,
-        kv_dtype(settings.kv_dtype),
-    )
+    geometry = choose_attention(config, options).geometry
     count = settings.kv_memory_mb * 2**20 // (geometry.bytes_per_token * geometry.page_tokens)
     if count == 0:
         accepted = "enough for one page"

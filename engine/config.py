@@ -12,7 +12,8 @@ class EngineConfig:
 
     model          a Hugging Face directory, a .gguf file, or "default" (the packaged model)
     dtype          of the weights: auto, bfloat16 or float32; activations are fp32 on the CPU
-    kv_dtype       auto, float32 or bfloat16
+    kv_dtype       auto, float32 or bfloat16; refused with the attention backends' reasons
+    attention_backend, cuda_graph_mode  see engine/attention/request.py
     kernels        native: our C kernels or an error; torch: never; auto: native if they build
     kv_pages       pages of the pool; None derives them from `kv_memory_mb`
     threads        0 leaves torch's own choice
@@ -23,9 +24,10 @@ class EngineConfig:
 
     model: str = "default"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    kv_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    kv_dtype: str = "auto"
     device: str = "auto"
     attention_backend: str | None = None
+    cuda_graph_mode: str = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
     max_length: int | None = None
     kv_pages: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from engine import selftest
 from engine.api import Item, ItemResult, ModelInfo
 from engine.attention.base import AttentionBackend, LayerMode
 from engine.attention.report import AttentionReport
-from engine.attention.select import make_backend
+from engine.attention.select import AttentionOptions, choose, make_backend
 from engine.batch import Packed, Placed, pack
 from engine.config import EngineConfig
 from engine.default_model import resolve_model
@@ -183,6 +184,19 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     source = resolve_model(config.model)
     model_config = from_hf(read_json(source.directory / "config.json"))
     limit = min(config.max_length or model_config.max_positions, model_config.max_positions)
+    attention = choose(
+        AttentionOptions(
+            config.attention_backend, config.kv_dtype, config.page_tokens, config.cuda_graph_mode
+        ),
+        heads=model_config.heads,
+        kv_heads=model_config.kv_heads,
+        head_dim=model_config.head_dim,
+        modes=[LayerMode()] * model_config.layer_count,
+        native=native,
+        query_tokens=config.exact_width,
+    )
+    # Nothing after this sees "auto".
+    config = replace(config, kv_dtype=attention.geometry.dtype)
     geometry = KVGeometry(
         layers=model_config.layer_count,
         kv_heads=model_config.kv_heads,
@@ -191,10 +205,7 @@ def load_engine(config: EngineConfig) -> NativeEngine:
         dtype=kv_dtype(config.kv_dtype),
     )
     cache = KVCache(geometry, page_count(config, geometry) + 1)
-    modes = [LayerMode()] * model_config.layer_count
-    backend, report = make_backend(
-        config.attention_backend, cache, model_config.heads, modes, native, config.kv_bucket
-    )
+    backend, report = make_backend(attention, cache, config.kv_bucket), attention.report()
     weights = Weights(source.directory, weight_dtype(config.dtype))
     kernels = NATIVE if native else TORCH
     # Padding rows of a short block may stand past the limit.

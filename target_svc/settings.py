@@ -20,12 +20,14 @@ class TargetSettings(ServiceSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype of the weights: auto, bfloat16 or float32"
     )
-    kv_dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of the KV cache: auto, bfloat16 or float32"
-    )
+    kv_dtype: str = Field("auto", description="dtype of the KV cache, auto, bfloat16 or float32")
     device: str = Field("auto", description="cpu or cuda")
     attention_backend: str | None = Field(
-        None, description="attention backend by name; refused, never replaced, when it does not fit"
+        None,
+        description="auto, or a backend by name; refused, never replaced, when it does not fit",
+    )
+    cuda_graph_mode: str = Field(
+        "auto", description="auto, NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE"
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="native C kernels, or torch's"

@@ -55,3 +55,19 @@ class Resolution:
             page_tokens=self.geometry.page_tokens,
             graph_mode=self.graphs.mode,
         )
+
+    def lines(self) -> list[str]:
+        """For logs: the choice, and why not another."""
+        role, graphs = self.request.label, self.graphs
+        lines = [
+            f"{role}: attention {self.chosen} ({self.policy}) on {self.device}, "
+            f"KV {self.geometry.dtype}, {self.geometry.bytes_per_token} bytes a token, "
+            f"{self.geometry.page_tokens} tokens a page, CUDA graphs {graphs.mode}"
+        ]
+        for candidate in self.candidates:
+            if candidate.reasons:
+                reasons = "; ".join(candidate.reasons)
+                lines.append(f"{role}: {candidate.name} not in use: {reasons}")
+        lines += [f"{role}: CUDA graphs: {reason}" for reason in graphs.reasons]
+        lines += [f"{role}: known trouble: {warning}" for warning in self.warnings]
+        return lines

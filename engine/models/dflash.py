@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Span
-from engine.attention.select import make_backend
+from engine.attention.resolution import Resolution
+from engine.attention.select import AttentionOptions, choose, make_backend
 from engine.default_model import resolve_model
-from engine.device import use_native
+from engine.device import kv_dtype, use_native
 from engine.errors import CheckpointError
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool, PageTable
@@ -36,10 +37,11 @@ class DFlashOptions:
 
     page_count: int = 2048
     page_tokens: int = 16
-    kv_dtype: torch.dtype = torch.float32
+    kv_dtype: str = "auto"
     weight_dtype: torch.dtype = torch.bfloat16
     kernels: str = "auto"
     attention_backend: str | None = None
+    cuda_graph_mode: str = "auto"
     head_rows: int = 0
 
 
@@ -69,6 +71,26 @@ class _Layer:
     down: Linear
 
 
+def choose_attention(config: DFlashConfig, options: DFlashOptions) -> Resolution:
+    """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused."""
+    return choose(
+        AttentionOptions(
+            options.attention_backend,
+            options.kv_dtype,
+            options.page_tokens,
+            options.cuda_graph_mode,
+        ),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        modes=config.modes,
+        native=use_native(options.kernels),
+        role="draft",
+        method="dflash",
+        query_tokens=config.block_size,
+    )
+
+
 class DFlashModel:
     """A loaded draft with its own pages. One thread calls it."""
 
@@ -79,6 +101,7 @@ class DFlashModel:
         embedding: Tensor,
         head: Tensor,
         options: DFlashOptions,
+        attention: Resolution,
     ) -> None:
         self.config = config
         native = use_native(options.kernels)
@@ -90,12 +113,10 @@ class DFlashModel:
             config.kv_heads,
             config.head_dim,
             options.page_tokens,
-            options.kv_dtype,
+            kv_dtype(attention.geometry.dtype),
         )
         self.cache = KVCache(geometry, options.page_count)
-        self._backend, self.attention = make_backend(
-            options.attention_backend, self.cache, config.heads, config.modes, native
-        )
+        self._backend, self.attention = make_backend(attention, self.cache), attention.report()
         self._embedding = embedding
         rows = options.head_rows or head.shape[0]
         self._head = pack_linear(head[:rows], self._mode)
@@ -248,13 +269,14 @@ class LoadedDraft:
 
 def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:
     """Loads a z-lab style checkpoint, and embedding and head from the target's. Raises
-    CheckpointError."""
+    CheckpointError, and AttentionRefused before any weight is read."""
     options = options or DFlashOptions()
     source = resolve_model(target)
     target_config = from_hf(read_json(source.directory / "config.json"))
     config = parse_dflash(read_json(checkpoint / "config.json"), target_config)
     if (checkpoint / "mask_embedding.pt").exists():
         raise CheckpointError("a mask vector of its own (mask_embedding.pt) is not supported")
+    attention = choose_attention(config, options)
     weights = Weights(source.directory, options.weight_dtype)
     shape = (target_config.vocab_size, target_config.hidden_size)
     embedding = weights.take("model.embed_tokens.weight", *shape)
@@ -263,7 +285,8 @@ def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = N
         raise CheckpointError(
             f"head_rows = {options.head_rows} is not supported; accepted: 0 .. {shape[0]}"
         )
-    model = DFlashModel(config, Weights(checkpoint, options.weight_dtype), embedding, head, options)
+    draft = Weights(checkpoint, options.weight_dtype)
+    model = DFlashModel(config, draft, embedding, head, options, attention)
     return LoadedDraft(
         model, checkpoint.name, fingerprint(checkpoint), fingerprint(source.directory)
     )

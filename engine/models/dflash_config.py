@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from engine.attention.base import LayerMode
+from engine.attention.checkpoint import draft_modes
+from engine.attention.mode import LayerMode
 from engine.errors import CheckpointError
 from engine.models.config import ModelConfig, positive, refuse, rope_theta
 
@@ -51,35 +52,6 @@ class DFlashConfig:
     @property
     def max_draft_tokens(self) -> int:
         return self.block_size - 1
-
-
-def layer_modes(config: Mapping[str, Any]) -> tuple[LayerMode, ...]:
-    """Causality per layer: `is_causal` > `dflash_config.causal` > sliding layers causal, full
-    layers not.
-
-    `use_swa` puts the window `swa_window_size` on every layer; its causality still follows the
-    layer type.
-    """
-    count = positive(config, "num_hidden_layers")
-    nested = config.get("dflash_config", {})
-    types = config.get("layer_types") or ["full_attention"] * count
-    if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
-        raise refuse("layer_types", types, f"{count} of full_attention, sliding_attention")
-    explicit = config.get("is_causal")
-    if explicit is None:
-        explicit = nested.get("causal")
-    modes = []
-    for kind in types:
-        sliding = kind == "sliding_attention"
-        window: int | None = None
-        if nested.get("use_swa"):
-            window = positive(nested, "swa_window_size", config.get("sliding_window"))
-        elif sliding:
-            window = positive(config, "sliding_window")
-        modes.append(
-            LayerMode(causal=sliding if explicit is None else bool(explicit), window=window)
-        )
-    return tuple(modes)
 
 
 def _tap_ids(nested: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
@@ -179,7 +151,7 @@ def parse_dflash(config: Mapping[str, Any], target: ModelConfig) -> DFlashConfig
         block_size=block,
         mask_token_id=_mask_id(config, nested, target),
         tap_ids=_tap_ids(nested, target),
-        modes=layer_modes(config),
+        modes=draft_modes(config),
         target_hidden_size=target.hidden_size,
         target_layer_count=target.layer_count,
     )

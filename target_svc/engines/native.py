@@ -42,6 +42,7 @@ def _config(settings: TargetSettings) -> EngineConfig:
         kv_dtype=settings.kv_dtype,
         device=settings.device,
         attention_backend=settings.attention_backend,
+        cuda_graph_mode=settings.cuda_graph_mode,
         kernels=settings.kernels,
         max_length=settings.max_length,
         kv_pages=settings.kv_pages,

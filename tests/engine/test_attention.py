@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.attention.base import LayerMode, Span
+from engine.attention.base import AttentionBackend, LayerMode, Span
 from engine.attention.mask import attention_ref, key_range
-from engine.attention.select import make_backend
+from engine.attention.resolution import Resolution
+from engine.attention.select import AttentionOptions, choose, make_backend
 from engine.errors import BackendUnavailable
 from engine.kernels.cpu import ops
 from engine.kv.cache import KVCache, KVGeometry
@@ -47,6 +48,27 @@ def build(
     return cache, spans
 
 
+def backend_of(
+    name: str | None,
+    cache: KVCache,
+    heads: int,
+    bucket: int = 0,
+    modes: Sequence[LayerMode] = MODES,
+) -> AttentionBackend:
+    shape = cache.geometry
+    dtype = str(shape.dtype).removeprefix("torch.")
+    options = AttentionOptions(name, dtype, shape.page_tokens)
+    resolution = choose(
+        options,
+        heads=heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        modes=modes,
+        native=True,
+    )
+    return make_backend(resolution, cache, bucket)
+
+
 @pytest.mark.parametrize(("name", "bucket"), BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -64,7 +86,7 @@ def test_matches_fp64(
 ) -> None:
     cache, spans = build(BATCH, kv_heads, dim, page_tokens, dtype)
     q = torch.randn(sum(span.row_count for span in spans), heads, dim)
-    backend, _ = make_backend(name, cache, heads, MODES, True, bucket)
+    backend = backend_of(name, cache, heads, bucket)
     plan = backend.plan(spans)
     for layer, mode in enumerate(MODES):
         out = backend.run(plan, layer, q)
@@ -77,7 +99,7 @@ def test_rows_stand_alone(dtype: torch.dtype) -> None:
     """A row has the same bits in a batch, alone in its span, and, when causal, run by itself."""
     cache, spans = build(BATCH, 3, 64, 16, dtype)
     q = torch.randn(sum(span.row_count for span in spans), 9, 64)
-    backend, _ = make_backend("CPU_ATTN", cache, 9, MODES, True)
+    backend = backend_of("CPU_ATTN", cache, 9)
     assert backend.rows_independent
     plan = backend.plan(spans)
     for layer, mode in enumerate(MODES):
@@ -97,7 +119,7 @@ def test_stale_keys_past_the_end_do_not_matter() -> None:
     cache, spans = build([(20, 3)], 3, 64, 16, torch.float32)
     q = torch.randn(3, 9, 64)
     for name in ("CPU_ATTN", "TORCH_SDPA"):
-        backend, _ = make_backend(name, cache, 9, MODES, True)
+        backend = backend_of(name, cache, 9)
         before = backend.run(backend.plan(spans), 0, q)
         slots = [spans[0].table.slot(position) for position in range(23, 32)]
         cache.k[0].view(-1, 3, 64)[slots] = torch.nan
@@ -109,7 +131,7 @@ def test_strided_queries_and_reused_plan() -> None:
     cache, spans = build([(5, 4)], 3, 64, 16, torch.float32)
     fused = torch.randn(4, 15 * 64)
     q = fused[:, : 9 * 64].unflatten(1, (9, 64))
-    backend, _ = make_backend(None, cache, 9, MODES, True)
+    backend = backend_of(None, cache, 9)
     plan = backend.plan(spans)
     first = backend.run(plan, 1, q)
     assert torch.equal(backend.run(plan, 1, q.contiguous()), first)
@@ -123,55 +145,95 @@ def test_key_range_follows_the_definition() -> None:
     assert (low.tolist(), high.tolist()) == ([1, 2, 3, 4], [4, 5, 6, 7])
 
 
-def cache_of(dtype: torch.dtype = torch.float32, dim: int = 64) -> KVCache:
-    return KVCache(KVGeometry(len(MODES), 3, dim, 16, dtype), 2)
+def chosen(
+    name: str | None = None,
+    *,
+    kv_dtype: str = "auto",
+    dim: int = 64,
+    heads: int = 9,
+    modes: Sequence[LayerMode] = MODES,
+    native: bool = True,
+    graphs: str = "auto",
+) -> Resolution:
+    options = AttentionOptions(name, kv_dtype, 16, graphs)
+    return choose(options, heads=heads, kv_heads=3, head_dim=dim, modes=modes, native=native)
 
 
 def test_default_is_native_and_reported() -> None:
-    cache = cache_of()
-    backend, report = make_backend(None, cache, 9, MODES, True)
-    assert backend.name == report.chosen == "CPU_ATTN"
-    assert (report.requested, report.kv_dtype, report.page_tokens) == ("", "float32", 16)
+    report = chosen().report()
+    assert (report.requested, report.policy, report.chosen) == ("", "auto", "CPU_ATTN")
+    assert (report.kv_dtype, report.page_tokens, report.graph_mode) == ("float32", 16, "NONE")
     assert report.kv_bytes_per_token == 2 * len(MODES) * 3 * 64 * 4
     assert [c.name for c in report.candidates] == ["CPU_ATTN", "TORCH_SDPA"]
+    assert chosen().graphs.reasons == ("no CUDA graphs on the cpu",)
+    named = chosen("torch_sdpa", kv_dtype="bf16").report()
+    assert (named.policy, named.chosen, named.kv_dtype) == ("name", "TORCH_SDPA", "bfloat16")
 
 
 def test_refusals_are_reported_and_fall_through_only_when_unset() -> None:
-    backend, report = make_backend("", cache_of(), 9, MODES, False)
-    assert backend.name == "TORCH_SDPA"
-    assert report.candidates[0].reasons == ("native kernels are switched off for this service",)
+    for name in (None, "", "auto"):
+        resolution = chosen(name, native=False)
+        assert resolution.chosen == "TORCH_SDPA"
+        off = "native kernels are switched off for this service"
+        assert resolution.candidates[0].reasons == (off,)
     with pytest.raises(
         BackendUnavailable, match=r"CPU_ATTN: \[.*switched off.*TORCH_SDPA: \[valid"
     ):
-        make_backend("CPU_ATTN", cache_of(), 9, MODES, False)
+        chosen("CPU_ATTN", native=False)
 
 
-@pytest.mark.parametrize("name", ["FLASHINFER", "cpu_attn", "auto"])
-def test_unknown_name_lists_everything(name: str) -> None:
+def test_a_backend_of_the_vllm_engine_is_judged_and_refused() -> None:
     with pytest.raises(BackendUnavailable) as caught:
-        make_backend(name, cache_of(), 9, MODES, True)
+        chosen("FLASHINFER")
     assert str(caught.value) == (
-        f"unknown attention backend {name!r}, accepted: CPU_ATTN, TORCH_SDPA: "
-        "{CPU_ATTN: [valid], TORCH_SDPA: [valid]}"
+        "Attention backend FLASHINFER cannot run the target on cpu (head_size=64, kv=auto, causal "
+        "and non-causal and causal, window=7 and non-causal, window=7 and causal, window=1, "
+        "page=16): {FLASHINFER: [dtype not supported (float32; accepted: float16, bfloat16), "
+        "compute capability not supported (cpu; accepted: 8.0-12.1), "
+        "not implemented by the native engine], CPU_ATTN: [valid], TORCH_SDPA: [valid]}"
     )
 
 
-def test_limits_of_the_native_backend() -> None:
-    with pytest.raises(BackendUnavailable, match="kv dtype float16, accepted: float32, bfloat16"):
-        make_backend("CPU_ATTN", cache_of(torch.float16), 9, MODES, True)
-    with pytest.raises(BackendUnavailable, match="head_dim 60, accepted: multiples of 8"):
-        make_backend("CPU_ATTN", cache_of(dim=60), 9, MODES, True)
-    with pytest.raises(BackendUnavailable, match="10 query heads are no multiple of 3 KV heads"):
-        make_backend(None, cache_of(), 10, MODES, True)
-    with pytest.raises(BackendUnavailable, match="window 0 is below 1"):
-        make_backend(None, cache_of(), 9, [*MODES[1:], LayerMode(window=0)], True)
-    with pytest.raises(BackendUnavailable, match="2 layer modes for 5 layers"):
-        make_backend(None, cache_of(), 9, MODES[:2], True)
+def test_unknown_names_list_everything() -> None:
+    with pytest.raises(BackendUnavailable) as caught:
+        chosen("FLASH")
+    text = str(caught.value)
+    assert text.startswith("Unknown attention backend 'FLASH' for the target on cpu, accepted: ")
+    assert all(f" {name}," in text for name in ("auto", "inherit", "CPU_ATTN", "TRITON_ATTN"))
+    assert text.endswith("{CPU_ATTN: [valid], TORCH_SDPA: [valid]}")
+    with pytest.raises(BackendUnavailable, match="Nothing to inherit for the target on cpu"):
+        chosen("inherit")
+
+
+def test_limits_of_the_native_backends() -> None:
+    both = r"CPU_ATTN: \[{0}\], TORCH_SDPA: \[{0}\]"
+    kv = r"kv_cache_dtype not supported \(fp8; accepted: auto, float32, bfloat16\)"
+    with pytest.raises(BackendUnavailable, match=both.format(kv)):
+        chosen(kv_dtype="fp8")
+    with pytest.raises(BackendUnavailable, match=r"head_size not supported \(60; accepted: multi"):
+        chosen("CPU_ATTN", dim=60)
+    assert chosen(dim=60).chosen == "TORCH_SDPA"
+    wrong = "10 query heads are no multiple of 3 KV heads"
+    with pytest.raises(BackendUnavailable, match=both.format(wrong)):
+        chosen(heads=10)
+    with pytest.raises(BackendUnavailable, match=r"window 0 is below 1 \[layers 1: causal, w"):
+        chosen(modes=[LayerMode(), LayerMode(window=0)])
+    graphs = "CUDA-graph mode FULL not possible: no CUDA graphs on the cpu"
+    with pytest.raises(BackendUnavailable, match=both.format(graphs)):
+        chosen(graphs="FULL")
+    with pytest.raises(BackendUnavailable, match="unknown CUDA-graph mode 'all'; accepted: auto"):
+        chosen(graphs="all")
+
+
+def test_memory_must_agree_with_the_geometry() -> None:
+    cache = KVCache(KVGeometry(len(MODES), 3, 64, 16, torch.bfloat16), 2)
+    with pytest.raises(BackendUnavailable, match=r"768 a token and layer\), .* \(1536 a token"):
+        make_backend(chosen(kv_dtype="float32"), cache)
 
 
 def test_missing_kernels_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "available", lambda: False)
     monkeypatch.setattr(ops, "unavailable_reason", lambda: "no C compiler (cc not found)")
-    backend, report = make_backend(None, cache_of(), 9, MODES, True)
-    assert backend.name == "TORCH_SDPA"
-    assert report.candidates[0].reasons == ("no C compiler (cc not found)",)
+    resolution = chosen()
+    assert resolution.chosen == "TORCH_SDPA"
+    assert resolution.candidates[0].reasons == ("no C compiler (cc not found)",)

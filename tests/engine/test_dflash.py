@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.attention.base import LayerMode
+from engine.attention.checkpoint import draft_modes
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
 from engine.models.config import rope_theta
 from engine.models.dflash import Block, DFlashModel, DFlashOptions, load_dflash
-from engine.models.dflash_config import layer_modes
 from tests.engine.tiny import HIDDEN, KERNELS, VOCAB, write_llama
 
 HEADS, KV_HEADS, DIM, INNER, BLOCK, MASK, TAPS = 4, 2, 24, 80, 5, 9, (0, 3)
@@ -309,4 +309,4 @@ def test_a_separate_mask_vector_is_refused_df26(tmp_path: Path, target: Path) ->
 
 def test_theta_from_both_forms_df9() -> None:
     assert rope_theta(BASE, 1e6) == rope_theta({"rope_parameters": {"rope_theta": 700.0}}, 1e6)
-    assert layer_modes(BASE | {"num_hidden_layers": 1}) == (LayerMode(False),)
+    assert draft_modes(BASE | {"num_hidden_layers": 1}) == (LayerMode(False),)
