@@ -21,8 +21,23 @@ def check_worker(role: str, worker: common_pb2.WorkerInfo) -> None:
         raise SpecwireError(Reason.MODEL_MISMATCH, text)
 
 
+def check_attention(role: str, report: common_pb2.AttentionReport) -> None:
+    """A worker that runs another backend than it was asked to is not used. Nothing is compared
+    between workers: backend, KV and graphs are each one's own.
+    """
+    asked = report.requested.upper()
+    if asked not in ("", "AUTO", "INHERIT") and report.chosen.upper() != asked:
+        text = f"attention: the {role} was asked for {report.requested}, it runs {report.chosen!r}"
+        raise SpecwireError(
+            Reason.BACKEND_UNAVAILABLE,
+            text,
+            {"field": "attention", "requested": report.requested, "chosen": report.chosen},
+        )
+
+
 def check_target(info: target_pb2.TargetServiceGetInfoResponse) -> None:
     check_worker("target", info.worker)
+    check_attention("target", info.attention)
     if info.drive == target_pb2.TargetServiceGetInfoResponse.DRIVE_ENGINE:
         text = (
             "drive: the target drives its own loop (ENGINE), this coordinator drives (COORDINATOR)"
@@ -37,6 +52,7 @@ def check_drafter(
     target: target_pb2.TargetServiceGetInfoResponse, drafter: draft_pb2.DrafterInfo
 ) -> None:
     """Raises MODEL_MISMATCH for a drafter made for another target. Zero and empty mean: any."""
+    check_attention(f"{drafter.method} draft", drafter.attention)
     model = target.model
     pairs: list[tuple[str, object, object]] = [
         ("hidden size", drafter.target_hidden_size, model.hidden_size),

@@ -78,6 +78,8 @@ def worker_table(server: ServerInfo) -> Table:
         report = worker.attention
         kv = f"{report.kv_dtype}, {report.kv_bytes_per_token} B/token" if report.kv_dtype else "-"
         methods = ", ".join(worker.methods) or "-"
-        chosen = report.chosen or "-"
+        chosen = "-"
+        if report.chosen:
+            chosen = f"{report.chosen} ({report.policy}), CUDA graphs {report.graph_mode}"
         table.add_row(worker.role, worker.state, worker.device, methods, chosen, kv)
     return table

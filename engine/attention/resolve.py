@@ -53,12 +53,13 @@ class _Resolver:
         self, request: Request, device: DeviceProfile, target: Resolution | None, table: Table
     ) -> None:
         self.asked, self.device, self.target, self.table = request, device, target, table
-        bound = target is not None and request.kv_group is not KVGroup.PRIVATE
-        self.bound = target.geometry if bound and target is not None else None
-        page = request.page_tokens
-        if self.bound is not None and page is None:
-            page = self.bound.page_tokens
-        self.request = replace(request, page_tokens=page)
+        self.bound = None if request.kv_group is KVGroup.PRIVATE or not target else target.geometry
+        page, kv_dtype = request.page_tokens, request.kv_dtype
+        if target is not None and self.bound is not None:
+            page = self.bound.page_tokens if page is None else page
+            if request.kv_group is KVGroup.SAME_CACHE and dtype_name(kv_dtype) == "auto":
+                kv_dtype = target.request.kv_dtype  # one cache, so what was asked for it
+        self.request = replace(request, page_tokens=page, kv_dtype=kv_dtype)
 
     def resolve(self) -> Resolution:
         policies = {mode: self._policy(mode) for mode in self._modes()}

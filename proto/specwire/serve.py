@@ -217,5 +217,6 @@ def run_service(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> N
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(supervised())
     except SpecwireError as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        # Unclipped: this is the process's own terminal, and a refusal lists every reason.
+        print(f"error: {error.args[0]}", file=sys.stderr)
         sys.exit(2)
