@@ -44,6 +44,7 @@ class Asked:
     target_attention_backend: str | None = None
     target_kv_dtype: str = "auto"
     target_dcp: int | None = None
+    adaptive_verification: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ def with_speculative_config(asked: Asked, text: str) -> Asked:
         return asked  # the rest is the draft's
     if values.get("model") not in (None, "", asked.model) and asked.model and not asked.targets:
         asked = replace(asked, model="", targets=(asked.model,))  # --model as vLLM means it
+    if values.get("enable_adaptive_verification"):
+        asked = replace(asked, adaptive_verification=True)
     for field, key in (
         ("method", "method"),
         ("model", "model"),
@@ -169,6 +172,7 @@ def _request(
         graph_mode=asked.cuda_graph_mode,
         dcp=asked.dcp,
         tp=asked.tp,
+        adaptive_verification=asked.adaptive_verification and role == "draft",
         engine=engine,
     )
 
