@@ -89,7 +89,9 @@ def merged(
         if len(held) == len(judged):
             return reason
         layers = sorted(layer for mode in held for layer in layers_of(mode, modes))
-        return f"{reason} [layers {', '.join(map(str, layers))}: {' or '.join(map(str, held))}]"
+        word = "layers" if len(layers) > 1 else "layer"
+        where = f"{word} {', '.join(map(str, layers))}: {' or '.join(map(str, held))}"
+        return f"{reason} [{where}]"
 
     return tuple(
         Candidate(name, tuple(tagged(reason, held) for reason, held in reasons.items()))

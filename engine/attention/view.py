@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from engine.attention.asked import Pairing
 from engine.attention.matrix import Cell
@@ -69,7 +70,7 @@ def _candidates(outcome: Outcome) -> Table:
     for candidate in found.candidates:
         chosen = candidate.name in outcome.chosen.split("+")
         verdict = "chosen" if chosen else "; ".join(candidate.reasons) or "valid"
-        table.add_row(candidate.name, verdict)
+        table.add_row(candidate.name, Text(verdict))  # reasons hold brackets
     return table
 
 

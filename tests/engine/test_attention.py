@@ -216,7 +216,7 @@ def test_limits_of_the_native_backends() -> None:
     wrong = "10 query heads are no multiple of 3 KV heads"
     with pytest.raises(BackendUnavailable, match=both.format(wrong)):
         chosen(heads=10)
-    with pytest.raises(BackendUnavailable, match=r"window 0 is below 1 \[layers 1: causal, w"):
+    with pytest.raises(BackendUnavailable, match=r"window 0 is below 1 \[layer 1: causal, w"):
         chosen(modes=[LayerMode(), LayerMode(window=0)])
     graphs = "CUDA-graph mode FULL not possible: no CUDA graphs on the cpu"
     with pytest.raises(BackendUnavailable, match=both.format(graphs)):

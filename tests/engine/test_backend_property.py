@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,43 +44,56 @@ LEVELS = {
 }
 
 
+def rarely(draw: st.DrawFn, usual: Any, strange: Sequence[Any]) -> Any:
+    """Mostly what works, so that choices are as common as refusals."""
+    return draw(st.sampled_from(strange)) if draw(st.integers(0, 7)) == 0 else usual
+
+
 @st.composite
 def shapes(draw: st.DrawFn) -> AttentionShape:
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from([Kind.MHA, *Kind]))
     modes = tuple(draw(st.lists(MODES, min_size=1, max_size=3)))
-    dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
-    sinks = draw(st.booleans())
+    if kind is not Kind.MHA and draw(st.integers(0, 3)):
+        modes = (LayerMode(),)
+    dtype, sinks = rarely(draw, "bfloat16", ["float16", "float32"]), rarely(draw, False, [True])
     if kind is Kind.MHA:
-        heads, kv_heads = draw(st.sampled_from([(32, 8), (8, 8), (64, 1), (10, 4)]))
-        size = draw(st.sampled_from([16, 60, 64, 80, 128, 256, 512]))
+        heads, kv_heads = rarely(draw, (32, 8), [(8, 8), (64, 1), (10, 4)])
+        size = rarely(draw, 128, [16, 60, 64, 80, 256, 512])
         return AttentionShape("", kind, heads, kv_heads, size, modes, dtype, sinks)
     if kind is Kind.DSV4:
         return AttentionShape("", kind, 64, 1, 512, modes, dtype, sinks)
     topk = draw(st.sampled_from([1024, 2048])) if kind is Kind.SPARSE_MLA else 0
-    latent = Latent(512, 64, draw(st.sampled_from([64, 100, 128])), topk)
+    latent = Latent(512, 64, rarely(draw, 128, [64, 100]), topk)
     heads = draw(st.sampled_from([16, 128]))
     return AttentionShape("", kind, heads, 1, 576, modes, dtype, sinks, latent)
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
-    engine = draw(st.sampled_from(["vllm", "vllm", "native"]))
-    names = ["auto", None, None, "NO_SUCH", "inherit", *table_for(engine)]
-    return Request(
-        shape=draw(shapes()),
+def cases(draw: st.DrawFn) -> tuple[Request, DeviceProfile]:
+    where = draw(st.sampled_from(list(PROFILES.values())))
+    usual = "native" if where.capability is None else "vllm"
+    engine = rarely(draw, usual, ["vllm", "native"])
+    shape = draw(shapes())
+    if engine == "native":
+        shape = replace(shape, dtype=rarely(draw, "float32", ["bfloat16"]))
+    request = Request(
+        shape=shape,
         role=draw(st.sampled_from(["target", "draft"])),
         method=draw(st.sampled_from(["", "dflash", "dspark", "draft_model"])),
-        backend=draw(st.sampled_from(names)),
-        kv_dtype=draw(st.sampled_from(KV_DTYPES)),
-        page_tokens=draw(st.sampled_from([None, None, 1, 16, 48, 64, 128, 256])),
+        kv_dtype=rarely(draw, draw(st.sampled_from(["auto", "auto", "fp8"])), KV_DTYPES),
+        page_tokens=rarely(draw, None, [1, 16, 48, 64, 128, 256]),
         kv_group=draw(st.sampled_from(KVGroup)),
         query_tokens=draw(st.sampled_from([1, 4, 8])),
-        graph_mode=draw(st.sampled_from(["auto", "auto", "bogus", *GRAPH_MODES])),
-        dcp=draw(st.sampled_from([1, 1, 2, 8])),
-        tp=draw(st.sampled_from([None, 4, 16])),
-        kv_sharded=draw(st.sampled_from([None, True, False])),
+        graph_mode=rarely(draw, "auto", ["bogus", *GRAPH_MODES]),
+        dcp=rarely(draw, 1, [2, 8]),
+        tp=rarely(draw, None, [4, 16]),
+        kv_sharded=rarely(draw, None, [True, False]),
         engine=engine,
     )
+    names = sorted(candidates_of(request, where))
+    asked = ["auto", "inherit", "NO_SUCH", *table_for(engine)]
+    backend = draw(st.sampled_from([None, None, *names]))
+    return replace(request, backend=rarely(draw, backend, asked)), where
 
 
 def quirk_denies(row: Backend, request: Request, where: DeviceProfile, mode: LayerMode) -> bool:
@@ -176,11 +191,12 @@ def candidates_of(request: Request, where: DeviceProfile) -> set[str]:
 
 
 @settings(max_examples=600, deadline=None)
-@given(requests(), st.sampled_from(sorted(PROFILES)))
+@given(cases())
 def test_a_choice_within_all_limits_or_a_refusal_that_names_all(
-    request: Request, name: str
+    case: tuple[Request, DeviceProfile],
 ) -> None:
-    where, before = PROFILES[name], copy.deepcopy(request)
+    request, where = case
+    before = copy.deepcopy(request)
     table, wanted = table_for(request.engine), (request.backend or "auto").upper()
     try:
         found = resolve(request, where)
@@ -225,11 +241,15 @@ def check_choice(found: Resolution, request: Request, where: DeviceProfile, want
 
 
 @settings(max_examples=300, deadline=None)
-@given(requests(), requests(), st.sampled_from(sorted(PROFILES)))
-def test_a_shared_cache_has_one_geometry(draft: Request, other: Request, name: str) -> None:
-    where = PROFILES[name]
+@given(cases(), cases())
+def test_a_shared_cache_has_one_geometry(
+    one: tuple[Request, DeviceProfile], two: tuple[Request, DeviceProfile]
+) -> None:
+    (draft, _), (other, where) = one, two
     other = replace(other, backend=None, graph_mode="auto", role="target")
     draft = replace(draft, role="draft", engine=other.engine)
+    if draft.kv_group is KVGroup.SAME_CACHE:
+        draft = replace(draft, shape=replace(other.shape, modes=draft.shape.modes))
     try:
         first = resolve(other, where)
     except AttentionRefused:
