@@ -11,6 +11,7 @@ import typer
 
 from engine.attention.asked import Asked, Pairing, UsageError, answer, with_speculative_config
 from engine.attention.devices import PROFILES, simulated
+from engine.attention.listing import HEADER, listing
 from engine.attention.matrix import matrix
 from engine.attention.outcome import as_json
 from engine.errors import EngineError
@@ -55,6 +56,9 @@ def backends(
     show_matrix: Annotated[
         bool, _option("Every kind of target beside every kind of draft.", "--matrix")
     ] = False,
+    show_list: Annotated[
+        bool, _option("The table of declared limits of every backend.", "--list")
+    ] = False,
     as_json_: Annotated[bool, _option("One JSON object.", "--json")] = False,
 ) -> None:
     """Judge attention backends before anything is loaded: what runs, and why not another.
@@ -87,6 +91,9 @@ def backends(
         target_kv_dtype=target_kv_dtype,
         target_dcp=target_dcp,
     )
+    if show_list:
+        _print_list(as_json_)
+        return
     try:
         if show_matrix:
             _print_matrix(asked, as_json_)
@@ -114,6 +121,16 @@ def _with_vllm_backend(asked: Asked, name: str) -> Asked:
         raise UsageError(f"--attention-config.backend is {name!r}, another flag says {given!r}")
     changes: dict[str, Any] = {field: name}
     return replace(asked, **changes)
+
+
+def _print_list(as_json_: bool) -> None:
+    if as_json_:
+        rows = [dict(zip(HEADER, row, strict=True)) for row in listing()]
+        print(json.dumps({"backends": rows}))
+        return
+    from engine.attention import view
+
+    view.show_list(view.console())
 
 
 def _print_matrix(asked: Asked, as_json_: bool) -> None:

@@ -14,6 +14,7 @@ class EngineConfig:
     dtype          of the weights: auto, bfloat16 or float32; activations are fp32 on the CPU
     kv_dtype       auto, float32 or bfloat16; refused with the attention backends' reasons
     attention_backend, cuda_graph_mode  see engine/attention/request.py
+    role           whom refusals and logs name; a draft is an ordinary model that drafts
     kernels        native: our C kernels or an error; torch: never; auto: native if they build
     kv_pages       pages of the pool; None derives them from `kv_memory_mb`
     threads        0 leaves torch's own choice
@@ -28,6 +29,7 @@ class EngineConfig:
     device: str = "auto"
     attention_backend: str | None = None
     cuda_graph_mode: str = "auto"
+    role: Literal["target", "draft"] = "target"
     kernels: Literal["auto", "native", "torch"] = "auto"
     max_length: int | None = None
     kv_pages: int | None = None

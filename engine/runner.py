@@ -193,7 +193,9 @@ def load_engine(config: EngineConfig) -> NativeEngine:
         head_dim=model_config.head_dim,
         modes=[LayerMode()] * model_config.layer_count,
         native=native,
-        query_tokens=config.exact_width,
+        role=config.role,
+        method="draft_model" if config.role == "draft" else "",
+        query_tokens=config.exact_width if config.role == "target" else 1,
     )
     # Nothing after this sees "auto".
     config = replace(config, kv_dtype=attention.geometry.dtype)

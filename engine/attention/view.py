@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.attention.asked import Pairing
+from engine.attention.listing import HEADER, listing
 from engine.attention.matrix import Cell
 from engine.attention.outcome import Outcome
 
@@ -98,3 +99,11 @@ def _cell(outcome: Outcome) -> str:
     if outcome.resolution is None:
         return "refused"
     return f"{outcome.chosen} ({outcome.resolution.graphs.decode})"
+
+
+def show_list(console: Console) -> None:
+    """A paragraph for each backend: the table has too many columns for a terminal."""
+    for name, *values in listing():
+        console.print(name, style="bold")
+        for header, value in zip(HEADER[1:], values, strict=True):
+            console.print(f"  {header}: {value}", markup=False, highlight=False, soft_wrap=True)

@@ -14,6 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from engine.attention.listing import markdown
+from engine.attention.quirks import QUIRKS
 from engine.commands import register
 
 ROOT = Path(__file__).parents[2]
@@ -356,3 +358,22 @@ def test_the_entry_point_is_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["specwire.commands"]["backends"].partition(":")
     assert getattr(importlib.import_module(module), name) is register
+
+
+def test_the_documentation_shows_the_table_as_it_is() -> None:
+    text = (ROOT / "docs" / "backends.md").read_text()
+    assert markdown() in text
+    for quirk in QUIRKS:
+        row = next(line for line in text.splitlines() if quirk.reference in line.replace("`", ""))
+        assert quirk.backend in row and ("refused" in row) == quirk.denies
+
+
+def test_the_list_of_limits() -> None:
+    code, found = asked("--list")
+    assert code == 0 and len(found["backends"]) == 26
+    assert {row["here"] for row in found["backends"]} == {
+        "judged only",
+        "implemented, never ran on a GPU",
+    }
+    code, out, _ = call("--list")
+    assert code == 0 and "TOKENSPEED_MLA\n  layers: mla\n  device: 10.x\n" in out
