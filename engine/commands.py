@@ -9,7 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.attention.asked import Asked, Pairing, UsageError, answer, with_speculative_config
+from engine.attention.asked import (
+    Asked,
+    Pairing,
+    UsageError,
+    answer,
+    check_matrix,
+    with_speculative_config,
+)
 from engine.attention.devices import PROFILES, simulated
 from engine.attention.listing import HEADER, listing
 from engine.attention.matrix import matrix
@@ -96,6 +103,7 @@ def backends(
         return
     try:
         if show_matrix:
+            check_matrix(asked)
             _print_matrix(asked, as_json_)
             return
         if speculative_config:

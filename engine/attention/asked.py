@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from engine.attention.checkpoint import Checkpoint, read_checkpoint
 from engine.attention.devices import DeviceProfile, simulated
+from engine.attention.graphs import BLOCK_DRAFTERS
 from engine.attention.outcome import Outcome, judge, kv_group
 from engine.attention.request import KVGroup, Request
 from engine.attention.tables import EngineName
@@ -99,6 +100,12 @@ def _add(asked: Asked, field: str, values: Mapping[str, Any], key: str) -> Asked
     return replace(asked, **changes)
 
 
+def check_matrix(asked: Asked) -> None:
+    """Raises UsageError for flags that a matrix would ignore."""
+    if asked != Asked(asked.device, dcp=asked.dcp, kv_dtype=asked.kv_dtype):
+        raise UsageError("--matrix goes with --device, --dcp, --kv-dtype and --json only")
+
+
 def answer(asked: Asked) -> list[Pairing]:
     """One pairing for each target named, or one without. Raises EngineError for what cannot be
     read, UsageError for a call that makes no sense."""
@@ -149,6 +156,8 @@ def _request(
     device: DeviceProfile,
 ) -> Request:
     method = asked.method if role == "draft" and asked.method else checkpoint.method
+    if method in BLOCK_DRAFTERS and checkpoint.method not in BLOCK_DRAFTERS:
+        raise UsageError(f"method is {method!r}, the checkpoint is an ordinary model")
     checkpoint = replace(checkpoint, method=method)
     if role == "target":
         tokens = DEFAULT_DRAFT_TOKENS if asked.draft_tokens is None else asked.draft_tokens
@@ -198,6 +207,9 @@ def _check(asked: Asked) -> None:
         raise UsageError("--model is missing; accepted: a directory with a config.json")
     if asked.role == "target" and (asked.targets or asked.colocated or asked.group):
         raise UsageError("--target, --colocated and --kv-group go with --role draft")
+    about_target = (asked.target_attention_backend, asked.target_kv_dtype, asked.target_dcp)
+    if about_target != (None, "auto", None) and not asked.targets:
+        raise UsageError("the target's own settings need --role draft and --target")
     if asked.group not in ("", "private") and not asked.targets:
         raise UsageError("--kv-group needs --target, the model whose pages are meant")
     for name, number in (("dcp", asked.dcp), ("tp", asked.tp), ("target-dcp", asked.target_dcp)):

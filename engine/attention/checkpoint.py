@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.attention.capabilities import Kind
+from engine.attention.graphs import BLOCK_DRAFTERS
 from engine.attention.mode import LayerMode
 from engine.attention.request import AttentionShape, Latent, dtype_name
 from engine.errors import CheckpointError
@@ -33,7 +34,7 @@ class Checkpoint:
 
     def query_tokens(self, draft_tokens: int) -> int:
         """Rows of one request in a step of the draft."""
-        if self.method not in ("dflash", "dspark"):
+        if self.method not in BLOCK_DRAFTERS:
             return 1
         return draft_tokens if self.next_token else draft_tokens + 1
 
@@ -140,7 +141,7 @@ def parse_checkpoint(config: Mapping[str, Any], *, draft: bool) -> Checkpoint:
         body = config
     if _is_v4(body):
         return _deepseek_v4(body, method, draft)
-    modes = draft_modes(config) if method in ("dflash", "dspark") else model_modes(body)
+    modes = draft_modes(config) if method in BLOCK_DRAFTERS else model_modes(body)
     latent = _latent(body)
     heads = _positive(body, "num_attention_heads")
     if latent is None:
@@ -169,7 +170,7 @@ def parse_checkpoint(config: Mapping[str, Any], *, draft: bool) -> Checkpoint:
 
 def _method(config: Mapping[str, Any]) -> str:
     named = config.get("speculators_model_type")
-    if named in ("dflash", "dspark"):
+    if named in BLOCK_DRAFTERS:
         return str(named)
     words = " ".join(config.get("architectures") or []).lower()
     nested = config.get("dflash_config") or {}

@@ -249,6 +249,19 @@ def test_vllm_keys(models: Path) -> None:
             "--colocated needs --target",
         ),
         (["--speculative-config", "{{", "--model", "{models}/qwen3"], "is no JSON"),
+        (["--matrix", "--model", "{models}/qwen3"], "--matrix goes with --device, --dcp"),
+        (["--target-dcp", "2", "--model", "{models}/qwen3"], "need --role draft and --target"),
+        (
+            [
+                "--role",
+                "draft",
+                "--model",
+                "{models}/qwen3",
+                "--speculative-config",
+                '{{"method": "dflash"}}',
+            ],
+            "method is 'dflash', the checkpoint is an ordinary model",
+        ),
         (
             ["--speculative-config", '{{"num_speculative_tokens": "x"}}'],
             "num_speculative_tokens is 'x'; accepted: a number",
