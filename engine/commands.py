@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -12,15 +11,14 @@ import typer
 from engine.attention.asked import (
     Asked,
     Pairing,
-    UsageError,
     answer,
     check_matrix,
-    with_speculative_config,
 )
 from engine.attention.devices import PROFILES, simulated
 from engine.attention.listing import HEADER, listing
 from engine.attention.matrix import matrix
 from engine.attention.outcome import as_json
+from engine.attention.vllm_keys import with_speculative_config, with_target_backend
 from engine.errors import EngineError
 
 
@@ -108,7 +106,7 @@ def backends(
             return
         if speculative_config:
             asked = with_speculative_config(asked, speculative_config)
-        pairings = answer(_with_vllm_backend(asked, vllm_backend))
+        pairings = answer(with_target_backend(asked, vllm_backend))
     except EngineError as error:
         if as_json_:
             print(json.dumps({"resolved": False, "error": str(error)}))
@@ -117,18 +115,6 @@ def backends(
     _print(pairings, as_json_)
     if not all(pairing.resolved for pairing in pairings):
         raise typer.Exit(2)
-
-
-def _with_vllm_backend(asked: Asked, name: str) -> Asked:
-    """vLLM's `--attention-config.backend` is the target's, whichever role is asked about."""
-    if not name:
-        return asked
-    field = "target_attention_backend" if asked.role == "draft" else "attention_backend"
-    given = getattr(asked, field)
-    if given and given != name:
-        raise UsageError(f"--attention-config.backend is {name!r}, another flag says {given!r}")
-    changes: dict[str, Any] = {field: name}
-    return replace(asked, **changes)
 
 
 def _print_list(as_json_: bool) -> None:

@@ -1,7 +1,6 @@
 """The attention of a checkpoint, read from its config.json alone. Imports no torch.
 
-Causality and windows are per layer. Keys are z-lab's, DeepSpec's and speculators'; nothing is
-inferred from a name.
+Keys are z-lab's, DeepSpec's and speculators'.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from typing import Any
 
 from engine.attention.capabilities import Kind
 from engine.attention.graphs import BLOCK_DRAFTERS
+from engine.attention.layers import draft_modes, flag, model_modes, positive
 from engine.attention.mode import LayerMode
 from engine.attention.request import AttentionShape, Latent, dtype_name
 from engine.errors import CheckpointError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _DSV4_LAYERS, _DSV4_WINDOW, _DSV4_HEAD = 3, 128, 512
-_QWEN_WINDOW_LAYERS = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,85 +35,6 @@ class Checkpoint:
         if self.method not in BLOCK_DRAFTERS:
             return 1
         return draft_tokens if self.next_token else draft_tokens + 1
-
-
-def _refuse(key: str, value: object, accepted: str) -> CheckpointError:
-    return CheckpointError(f"config {key} = {value!r} is not supported; accepted: {accepted}")
-
-
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise _refuse(key, value, "a positive integer")
-    return value
-
-
-def _flag(values: Mapping[str, Any], key: str) -> bool | None:
-    value = values.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise _refuse(key, value, "true or false")
-    return value
-
-
-def _types(config: Mapping[str, Any], count: int) -> list[str] | None:
-    types = config.get("layer_types")
-    if not types:
-        return None
-    if not isinstance(types, list) or len(types) != count or set(types) - {FULL, SLIDING}:
-        raise _refuse("layer_types", types, f"{count} of {FULL}, {SLIDING}")
-    return types
-
-
-def draft_modes(config: Mapping[str, Any]) -> tuple[LayerMode, ...]:
-    """Modes of a block draft. Causality: `is_causal` > `dflash_config.causal` > sliding layers
-    causal, full layers not. A speculators checkpoint says `sliding_window_non_causal`, of its
-    sliding layers only.
-
-    A window stands on sliding layers; with `use_swa` and no sliding layer, on every layer. Raises
-    CheckpointError naming the key.
-    """
-    body = config.get("transformer_layer_config") or config
-    nested = config.get("dflash_config") or {}
-    count = _positive(body, "num_hidden_layers")
-    types = _types(body, count) or [FULL] * count
-    forced = bool(_flag(nested, "use_swa")) and SLIDING not in types
-    explicit = _flag(config, "is_causal")
-    if explicit is None:
-        explicit = _flag(nested, "causal")
-    sliding_causal = not _flag(config, "sliding_window_non_causal")
-    modes = []
-    for kind in types:
-        sliding = kind == SLIDING
-        window = None
-        if sliding or forced:
-            own = nested.get("swa_window_size") is not None
-            window = _positive(nested, "swa_window_size") if own else _window(body)
-        causal = (sliding and sliding_causal) if explicit is None else explicit
-        modes.append(LayerMode(causal, window))
-    return tuple(modes)
-
-
-def _window(config: Mapping[str, Any]) -> int:
-    return _positive(config, "sliding_window")
-
-
-def model_modes(config: Mapping[str, Any]) -> tuple[LayerMode, ...]:
-    """Modes of an ordinary decoder: causal, with windows where the config puts them."""
-    count = _positive(config, "num_hidden_layers")
-    types = _types(config, count)
-    if types is not None:
-        windowed = [kind == SLIDING for kind in types]
-    elif config.get("sliding_window") is None:
-        windowed = [False] * count
-    elif "use_sliding_window" in config or str(config.get("model_type")).startswith("qwen"):
-        first = config.get("max_window_layers", _QWEN_WINDOW_LAYERS)
-        first = first if config.get("use_sliding_window") else count
-        windowed = [index >= first for index in range(count)]
-    else:
-        windowed = [config.get("model_type") == "mistral"] * count
-    window = _window(config) if any(windowed) else None
-    return tuple(LayerMode(True, window if here else None) for here in windowed)
 
 
 def read_checkpoint(source: Path, *, draft: bool) -> Checkpoint:
@@ -143,10 +62,10 @@ def parse_checkpoint(config: Mapping[str, Any], *, draft: bool) -> Checkpoint:
         return _deepseek_v4(body, method, draft)
     modes = draft_modes(config) if method in BLOCK_DRAFTERS else model_modes(body)
     latent = _latent(body)
-    heads = _positive(body, "num_attention_heads")
+    heads = positive(body, "num_attention_heads")
     if latent is None:
-        kind, kv_heads = Kind.MHA, _positive(body, "num_key_value_heads", heads)
-        head_size = _positive(body, "head_dim", _positive(body, "hidden_size") // heads)
+        kind, kv_heads = Kind.MHA, positive(body, "num_key_value_heads", heads)
+        head_size = positive(body, "head_dim", positive(body, "hidden_size") // heads)
     else:
         kind = Kind.SPARSE_MLA if latent.index_topk else Kind.MLA
         kv_heads, head_size = 1, latent.rank + latent.rope
@@ -184,7 +103,7 @@ def _method(config: Mapping[str, Any]) -> str:
 def _next_token(config: Mapping[str, Any], nested: Mapping[str, Any], method: str) -> bool:
     """DSpark blocks begin to propose at the anchor unless they say otherwise."""
     for values in (config, nested):
-        explicit = _flag(values, "sample_from_anchor")
+        explicit = flag(values, "sample_from_anchor")
         if explicit is not None:
             return explicit
     return method == "dspark"
@@ -197,7 +116,7 @@ def _block_size(config: Mapping[str, Any], nested: Mapping[str, Any]) -> int:
         (config, "dspark_block_size"),
     ):
         if values.get(key) is not None:
-            return _positive(values, key)
+            return positive(values, key)
     return 0
 
 
@@ -213,10 +132,10 @@ def _latent(body: Mapping[str, Any]) -> Latent | None:
     if body.get("kv_lora_rank") is None:
         return None
     return Latent(
-        rank=_positive(body, "kv_lora_rank"),
-        rope=_positive(body, "qk_rope_head_dim", 64),
-        nope=_positive(body, "qk_nope_head_dim", 128),
-        index_topk=_positive(body, "index_topk") if body.get("index_topk") is not None else 0,
+        rank=positive(body, "kv_lora_rank"),
+        rope=positive(body, "qk_rope_head_dim", 64),
+        nope=positive(body, "qk_nope_head_dim", 128),
+        index_topk=positive(body, "index_topk") if body.get("index_topk") is not None else 0,
     )
 
 
@@ -237,17 +156,17 @@ def _is_v4(config: Mapping[str, Any]) -> bool:
 def _deepseek_v4(body: Mapping[str, Any], method: str, draft: bool) -> Checkpoint:
     """A DSpark draft of DeepSeek-V4 lies in the target's checkpoint: layers with a window only."""
     if draft:
-        count = _positive(body, "n_mtp_layers", _DSV4_LAYERS)
-        window = _positive(body, "sliding_window", _DSV4_WINDOW)
+        count = positive(body, "n_mtp_layers", _DSV4_LAYERS)
+        window = positive(body, "sliding_window", _DSV4_WINDOW)
         modes = (LayerMode(False, window),) * count
     else:
-        modes = (LayerMode(),) * _positive(body, "num_hidden_layers")
+        modes = (LayerMode(),) * positive(body, "num_hidden_layers")
     shape = AttentionShape(
         name=str(body["model_type"]),
         kind=Kind.DSV4,
-        heads=_positive(body, "num_attention_heads"),
+        heads=positive(body, "num_attention_heads"),
         kv_heads=1,
-        head_size=_positive(body, "head_dim", _DSV4_HEAD),
+        head_size=positive(body, "head_dim", _DSV4_HEAD),
         modes=modes,
         dtype=_dtype(body, body),
         sinks=True,

@@ -7,7 +7,7 @@ not possible is refused; it is never replaced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.attention.capabilities import Backend
 from engine.attention.checks import level_of, reasons_of, warnings_of
@@ -15,6 +15,7 @@ from engine.attention.devices import DeviceProfile
 from engine.attention.geometry import Geometry, geometry_of, stored_dtype
 from engine.attention.graphs import choose_graphs
 from engine.attention.mode import LayerMode
+from engine.attention.policy import Policy, policy_for
 from engine.attention.refusal import AttentionRefused, layers_of, merged, refuse
 from engine.attention.report import Candidate
 from engine.attention.request import KVGroup, Request, dtype_name
@@ -22,15 +23,6 @@ from engine.attention.resolution import LayerGroup, Resolution
 from engine.attention.tables import Table, order_for, table_for
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-
-
-@dataclass(frozen=True, slots=True)
-class _Policy:
-    """`name` "" leaves the choice to the order of preference."""
-
-    policy: str
-    name: str = ""
-    inherited: str = ""
 
 
 def resolve(
@@ -95,31 +87,12 @@ class _Resolver:
     def _modes(self) -> tuple[LayerMode, ...]:
         return tuple(dict.fromkeys(self.request.shape.modes))
 
-    def _policy(self, mode: LayerMode) -> _Policy:
-        kind = "full_attention" if mode.window is None else "sliding_window"
-        wanted = dict(self.asked.backend_per_kind).get(kind, self.asked.backend)
-        shared = self.asked.kv_group is KVGroup.SAME_CACHE and self.target is not None
-        if wanted is None and shared:
-            wanted = "inherit"
-        word = (wanted or "auto").lower()
-        if word == "inherit":
-            return self._inherited(mode)
-        if word != "auto":
-            return _Policy("name", word.upper())
-        if self.asked.shape.override:
-            return _Policy("model", self.asked.shape.override)
-        return _Policy("auto")
-
-    def _inherited(self, mode: LayerMode) -> _Policy:
-        """The target's *resolved* backend, of layers with a window for layers with one."""
-        if self.target is None:
+    def _policy(self, mode: LayerMode) -> Policy:
+        policy = policy_for(self.asked, mode, self.target)
+        if policy is None:
             problem = f"Nothing to inherit for the {self.asked.label} on {self.device.name}: no "
             raise self._refusal(problem + "target runs in its process", self._all(""))
-        groups = self.target.groups
-        windowed = mode.window is not None
-        like = [group for group in groups if (group.mode.window is not None) == windowed]
-        name = (like or list(groups))[0].chosen
-        return _Policy("inherit", name, name)
+        return policy
 
     def _order(self, mode: LayerMode) -> tuple[str, ...]:
         shape, dtype = self.request.shape, dtype_name(self.request.kv_dtype)
@@ -175,7 +148,7 @@ class _Resolver:
         return geometry_of(shape, dtype, page, alignment)
 
     def _choose(
-        self, policies: dict[LayerMode, _Policy], judged: dict[LayerMode, tuple[Candidate, ...]]
+        self, policies: dict[LayerMode, Policy], judged: dict[LayerMode, tuple[Candidate, ...]]
     ) -> dict[LayerMode, Backend]:
         """One backend for all modes where one fits all, else the best of each mode."""
         free = not any(policy.name for policy in policies.values())
@@ -191,7 +164,7 @@ class _Resolver:
             valid = [c.name for c in candidates if not c.reasons and name in ("", c.name)]
             fitting = [known for known in valid if self._same_kv(self.table[known], chosen)]
             if not fitting:
-                problem = self._problem(policies[mode])
+                problem = policies[mode].problem(self.asked.label, self.device.name)
                 if valid:
                     problem += ": its layers would store different KV dtypes"
                 raise self._refusal(problem, self._merged(judged))
@@ -218,13 +191,6 @@ class _Resolver:
                 return page
         names = " and ".join(dict.fromkeys(backend.name for backend in chosen.values()))
         raise self._refusal(f"No page size that {names} both accept", self._merged(judged))
-
-    def _problem(self, policy: _Policy) -> str:
-        where = f"the {self.asked.label} on {self.device.name}"
-        if policy.policy == "auto":
-            return f"No valid attention backend for {where}"
-        origin = {"inherit": ", inherited from the target,", "model": ", needed by the model,"}
-        return f"Attention backend {policy.name}{origin.get(policy.policy, '')} cannot run {where}"
 
     def _all(self, name: str) -> tuple[Candidate, ...]:
         return self._merged({mode: self._judge(mode, name) for mode in self._modes()})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from engine.attention.checkpoint import draft_modes
+from engine.attention.layers import draft_modes
 from engine.attention.mode import LayerMode
 from engine.errors import CheckpointError
 from engine.models.config import ModelConfig, positive, refuse, rope_theta

@@ -11,9 +11,10 @@ import torch
 
 from engine.attention.base import Span
 from engine.attention.capabilities import GraphLevel
-from engine.attention.checkpoint import draft_modes, parse_checkpoint
+from engine.attention.checkpoint import parse_checkpoint
 from engine.attention.devices import PROFILES, simulated
 from engine.attention.geometry import Geometry, geometry_of
+from engine.attention.layers import draft_modes
 from engine.attention.lse import combine
 from engine.attention.mask import attention_ref, key_range
 from engine.attention.mode import LayerMode

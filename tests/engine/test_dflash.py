@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.attention.base import LayerMode
-from engine.attention.checkpoint import draft_modes
+from engine.attention.layers import draft_modes
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
 from engine.models.config import rope_theta
