@@ -13,7 +13,7 @@ from engine import selftest
 from engine.api import Item, ItemResult, ModelInfo
 from engine.attention.base import AttentionBackend, LayerMode
 from engine.attention.report import AttentionReport
-from engine.attention.select import AttentionOptions, choose, make_backend
+from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.batch import Packed, Placed, pack
 from engine.config import EngineConfig
 from engine.default_model import resolve_model
@@ -184,7 +184,7 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     source = resolve_model(config.model)
     model_config = from_hf(read_json(source.directory / "config.json"))
     limit = min(config.max_length or model_config.max_positions, model_config.max_positions)
-    attention = choose(
+    attention = resolve_attention(
         AttentionOptions(
             config.attention_backend, config.kv_dtype, config.page_tokens, config.cuda_graph_mode
         ),

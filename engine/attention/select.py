@@ -43,7 +43,7 @@ def cpu_device(native: bool) -> DeviceProfile:
     return DeviceProfile("cpu", simulated=False, unavailable=unavailable)
 
 
-def choose(
+def resolve_attention(
     options: AttentionOptions,
     *,
     heads: int,

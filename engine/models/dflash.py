@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.base import Span
 from engine.attention.resolution import Resolution
-from engine.attention.select import AttentionOptions, choose, make_backend
+from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.default_model import resolve_model
 from engine.device import kv_dtype, use_native
 from engine.errors import CheckpointError
@@ -73,7 +73,7 @@ class _Layer:
 
 def choose_attention(config: DFlashConfig, options: DFlashOptions) -> Resolution:
     """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused."""
-    return choose(
+    return resolve_attention(
         AttentionOptions(
             options.attention_backend,
             options.kv_dtype,

@@ -11,7 +11,7 @@ import torch
 from engine.attention.base import AttentionBackend, LayerMode, Span
 from engine.attention.mask import attention_ref, key_range
 from engine.attention.resolution import Resolution
-from engine.attention.select import AttentionOptions, choose, make_backend
+from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.errors import BackendUnavailable
 from engine.kernels.cpu import ops
 from engine.kv.cache import KVCache, KVGeometry
@@ -58,7 +58,7 @@ def backend_of(
     shape = cache.geometry
     dtype = str(shape.dtype).removeprefix("torch.")
     options = AttentionOptions(name, dtype, shape.page_tokens)
-    resolution = choose(
+    resolution = resolve_attention(
         options,
         heads=heads,
         kv_heads=shape.kv_heads,
@@ -156,7 +156,9 @@ def chosen(
     graphs: str = "auto",
 ) -> Resolution:
     options = AttentionOptions(name, kv_dtype, 16, graphs)
-    return choose(options, heads=heads, kv_heads=3, head_dim=dim, modes=modes, native=native)
+    return resolve_attention(
+        options, heads=heads, kv_heads=3, head_dim=dim, modes=modes, native=native
+    )
 
 
 def test_default_is_native_and_reported() -> None:

@@ -22,7 +22,7 @@ from engine.attention.quirks import QUIRKS
 from engine.attention.refusal import AttentionRefused
 from engine.attention.request import KVGroup
 from engine.attention.resolve import resolve
-from engine.attention.select import AttentionOptions, choose, make_backend
+from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.attention.tables import table_for
 from engine.errors import BackendUnavailable, CheckpointError
 from engine.kv.cache import KVCache, KVGeometry
@@ -167,7 +167,7 @@ def test_fp8_kv_without_support_is_a_typed_refusal() -> None:
     text = r"FLASH_ATTN: \[kv_cache_dtype not supported \(fp8; accepted: auto, float16, bfloat16\)"
     refused(dflash(backend="FLASH_ATTN", kv_dtype="fp8"), "sm80", text)
     with pytest.raises(AttentionRefused, match=r"dflash draft on cpu .*kv=fp8, non-causal"):
-        choose(
+        resolve_attention(
             AttentionOptions(kv_dtype="fp8"),
             heads=4,
             kv_heads=2,
@@ -349,7 +349,7 @@ def test_windows_reach_as_far_as_the_block(name: str, context: int, causal: bool
         ]
         assert list(range(int(low[row]), int(high[row]))) == seen
     options = AttentionOptions(name, "float32", 16)
-    found = choose(options, heads=4, kv_heads=2, head_dim=16, modes=[mode], native=True)
+    found = resolve_attention(options, heads=4, kv_heads=2, head_dim=16, modes=[mode], native=True)
     backend = make_backend(found, cache)
     out = backend.run(backend.plan([span]), 0, q)
     expected = attention_ref(cache, 0, mode, [span], q)
