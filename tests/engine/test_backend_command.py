@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from coordinator import cli
 from engine.attention.listing import markdown
 from engine.attention.quirks import QUIRKS
 from engine.commands import register
@@ -390,3 +392,26 @@ def test_the_list_of_limits() -> None:
     }
     code, out, _ = call("--list")
     assert code == 0 and "TOKENSPEED_MLA\n  layers: mla\n  device: 10.x\n" in out
+
+
+def test_beside_the_other_commands(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As installed: through the entry points of the project, with its own exit status."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    group = "specwire.commands"
+    points = [
+        metadata.EntryPoint(name, value, group)
+        for name, value in project["entry-points"][group].items()
+    ]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
+    for arguments, code, words in (
+        (["--help"], 0, "\n  backends "),
+        (["backends", "--help"], 0, "specwire backends --device sm100 --matrix"),
+        (["backends", "--device", "sm90", "--model", str(models / "qwen3")], 0, "FLASH_ATTN"),
+        (["backends", "--device", "sm90", "--model", str(models / "v4"), "--dcp", "2"], 2, "refus"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["specwire", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert (caught.value.code or 0) == code and words in capsys.readouterr().out
