@@ -48,6 +48,7 @@ def notes(server: ServerInfo) -> list[str]:
         for name, reasons in worker.attention.candidates.items():
             if reasons:
                 lines.append(f"{worker.role}: {name} not in use: {'; '.join(reasons)}")
+        lines += [f"{worker.role}: {note}" for note in worker.attention.notes]
     return lines
 
 

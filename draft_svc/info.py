@@ -74,4 +74,5 @@ def _attention(report: AttentionReport | None) -> common_pb2.AttentionReport | N
         kv_bytes_per_token=report.kv_bytes_per_token,
         page_size_tokens=report.page_tokens,
         graph_mode=report.graph_mode,
+        notes=report.notes,
     )

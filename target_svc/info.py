@@ -63,6 +63,7 @@ def _attention(engine: Engine) -> common_pb2.AttentionReport:
         kv_bytes_per_token=report.kv_bytes_per_token,
         page_size_tokens=report.page_tokens,
         graph_mode=report.graph_mode,
+        notes=report.notes,
     )
 
 

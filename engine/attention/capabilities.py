@@ -91,6 +91,7 @@ class GraphRule:
 class Backend:
     """One row. Sizes count tokens (pages) and elements (heads).
 
+    non_causal_full             non-causal layers may be without a window
     dcp_causal, dcp_non_causal  decode context parallelism with the KV sharded over the ranks
     dcp_kv                      KV dtypes with which it can, empty: all
     dcp_group_non_causal        non-causal layers may run in a process with DCP at all, even with
@@ -112,6 +113,7 @@ class Backend:
     index_topk: int | None = None
     causal: bool = True
     non_causal: bool = False
+    non_causal_full: bool = True
     window: bool = False
     sinks: tuple[Range, ...] = ()
     dcp_causal: bool = False

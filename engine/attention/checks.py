@@ -95,6 +95,8 @@ def _modes(backend: Backend, request: Request, mode: LayerMode) -> Iterator[str]
         yield "causal attention not supported"
     if not mode.causal and not backend.non_causal:
         yield "non-causal attention not supported"
+    elif not mode.causal and mode.window is None and not backend.non_causal_full:
+        yield "non-causal attention without a window not supported"
     dtype = dtype_name(request.kv_dtype)
     if not mode.causal and dtype in backend.non_causal_kv_refused:
         yield f"non-causal attention with kv_cache_dtype {dtype} not supported"

@@ -11,7 +11,7 @@ from engine.attention.tables import table_for
 
 HEADER = (
     "backend", "layers", "device", "KV dtypes", "page tokens", "head size", "modes", "DCP",
-    "LSE", "CUDA graphs", "here",
+    "LSE", "CUDA graphs", "here", "note",
 )  # fmt: skip
 _LEVELS = {
     GraphLevel.ALWAYS: "A",
@@ -43,7 +43,8 @@ def _row(row: Backend) -> tuple[str, ...]:
         + (f" (needs {' or '.join(rule.only)})" if rule.only else "")
         for rule in row.kv
     ]
-    modes = ["causal"] * row.causal + ["non-causal"] * row.non_causal + ["window"] * row.window
+    open_ = "non-causal" if row.non_causal_full else "non-causal with a window"
+    modes = ["causal"] * row.causal + [open_] * row.non_causal + ["window"] * row.window
     modes += [f"sinks{_where(row.sinks)}"] if row.sinks else []
     dcp = ["causal"] * row.dcp_causal + ["non-causal"] * row.dcp_non_causal
     dcp += [f"with {', '.join(row.dcp_kv)}"] if row.dcp_kv else []
@@ -59,6 +60,7 @@ def _row(row: Backend) -> tuple[str, ...]:
         row.lse_base or "-",
         "; ".join(map(_graph, row.graphs)),
         here,
+        row.note,
     )
 
 

@@ -16,7 +16,7 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
     """`requested` is what the settings said ("" when unset); `chosen` is what runs. `policy` is
-    auto, inherit, name or model."""
+    auto, inherit, name or model. `notes`: why graphs are less than the best, and known trouble."""
 
     requested: str
     policy: str
@@ -26,3 +26,4 @@ class AttentionReport:
     kv_bytes_per_token: int
     page_tokens: int
     graph_mode: str = "NONE"
+    notes: tuple[str, ...] = ()

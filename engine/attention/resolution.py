@@ -43,6 +43,12 @@ class Resolution:
         """The backend's name; several, where `auto` took one per layer mode, joined by `+`."""
         return "+".join(dict.fromkeys(group.chosen for group in self.groups))
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What an operator should know of the choice."""
+        graphs = tuple(f"CUDA graphs: {reason}" for reason in self.graphs.reasons)
+        return graphs + tuple(f"known trouble: {warning}" for warning in self.warnings)
+
     def report(self) -> AttentionReport:
         """What travels to `GetInfo`."""
         return AttentionReport(
@@ -54,6 +60,7 @@ class Resolution:
             kv_bytes_per_token=self.geometry.bytes_per_token,
             page_tokens=self.geometry.page_tokens,
             graph_mode=self.graphs.mode,
+            notes=self.notes,
         )
 
     def lines(self) -> list[str]:
@@ -68,6 +75,4 @@ class Resolution:
             if candidate.reasons:
                 reasons = "; ".join(candidate.reasons)
                 lines.append(f"{role}: {candidate.name} not in use: {reasons}")
-        lines += [f"{role}: CUDA graphs: {reason}" for reason in graphs.reasons]
-        lines += [f"{role}: known trouble: {warning}" for warning in self.warnings]
-        return lines
+        return lines + [f"{role}: {note}" for note in self.notes]

@@ -90,7 +90,8 @@ FLASH_ATTN_MLA_SPARSE_FA4 = Backend(
 FLASHMLA_SPARSE_DSV4 = Backend(
     name="FLASHMLA_SPARSE_DSV4", kinds=_DSV4, on=(SM90, SM100), dtypes=("bfloat16",),
     kv=(KvRule(("auto", "fp8", "fp8_ds_mla"), stored="fp8_ds_mla"),),
-    pages=(Sizes(listed=(256,)),), heads=(Sizes(listed=(512,)),), non_causal=True, window=True,
+    pages=(Sizes(listed=(256,)),), heads=(Sizes(listed=(512,)),), non_causal=True,
+    non_causal_full=False, window=True,
     sinks=(SM90, SM100),
     graphs=(GraphRule(GraphLevel.UNIFORM, windowed=True), GraphRule(GraphLevel.ALWAYS)),
     note="non-causal through DSpark's window index list; pages of the window cache hold 64 tokens",
@@ -103,7 +104,8 @@ FLASHINFER_MLA_SPARSE_DSV4 = Backend(
         KvRule(("fp8", "fp8_e4m3"), stored="fp8_e4m3"),
         KvRule(("fp8_ds_mla",), on=(SM12X,)),
     ),
-    pages=(Sizes(listed=(256,)),), heads=(Sizes(listed=(512,)),), non_causal=True, window=True,
+    pages=(Sizes(listed=(256,)),), heads=(Sizes(listed=(512,)),), non_causal=True,
+    non_causal_full=False, window=True,
     sinks=(SM100, SM12X), graphs=_ALWAYS,
     note="non-causal through DSpark's window index list",
 )  # fmt: skip

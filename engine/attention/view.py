@@ -58,8 +58,7 @@ def _lines(outcome: Outcome) -> list[str]:
         for group in resolution.groups:
             layers = ", ".join(map(str, group.layers))
             lines.append(f"layers {layers}: {group.mode}: {group.chosen}")
-    lines += [f"CUDA graphs: {reason}" for reason in graphs.reasons]
-    return lines + [f"known trouble: {warning}" for warning in resolution.warnings]
+    return lines + list(resolution.notes)
 
 
 def _candidates(outcome: Outcome) -> Table:
@@ -106,4 +105,6 @@ def show_list(console: Console) -> None:
     for name, *values in listing():
         console.print(name, style="bold")
         for header, value in zip(HEADER[1:], values, strict=True):
+            if not value:
+                continue
             console.print(f"  {header}: {value}", markup=False, highlight=False, soft_wrap=True)

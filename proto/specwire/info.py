@@ -31,6 +31,7 @@ class AttentionReport:
     kv_bytes_per_token: int
     page_size_tokens: int
     graph_mode: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,5 +106,6 @@ def _worker(worker: generate_pb2.GenerationServiceGetInfoResponse.Worker) -> Wor
             kv_bytes_per_token=report.kv_bytes_per_token,
             page_size_tokens=report.page_size_tokens,
             graph_mode=report.graph_mode,
+            notes=tuple(report.notes),
         ),
     )

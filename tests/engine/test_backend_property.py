@@ -134,6 +134,7 @@ def within(row: Backend, request: Request, where: DeviceProfile, mode: LayerMode
             not row.index_topk or not shape.latent or shape.latent.index_topk == row.index_topk,
             row.causal if mode.causal else row.non_causal,
             mode.window is None or row.window,
+            mode.causal or mode.window is not None or shape.kind is not Kind.DSV4,
             mode.causal or kv not in row.non_causal_kv_refused,
             not shape.sinks or any(r.covers(where) for r in row.sinks),
             request.engine == "vllm" or (row.implemented and request.dcp == 1),

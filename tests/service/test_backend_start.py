@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from coordinator.handshake import check_attention, check_drafter
+from coordinator.info_view import notes, worker_table
 from draft_svc.info import drafter_infos
 from draft_svc.loading import load_methods
 from draft_svc.settings import DraftSettings
 from engine.weights import Weights
 from specwire.errors import Reason, SpecwireError
+from specwire.info import info_from
 from specwire.serve import run_service
-from specwire.v1 import common_pb2, draft_pb2, target_pb2
+from specwire.v1 import common_pb2, draft_pb2, generate_pb2, target_pb2
 from target_svc.engines.native import load_native
 from target_svc.info import info_response
 from target_svc.settings import TargetSettings
@@ -105,8 +107,15 @@ def test_the_resolution_travels_in_get_info(target: Path) -> None:
     assert (report.requested, report.policy, report.chosen) == ("torch_sdpa", "name", "TORCH_SDPA")
     assert (report.kv_dtype, report.graph_mode, report.page_size_tokens) == ("bfloat16", "NONE", 16)
     assert report.kv_bytes_per_token == 4 * 2 * 2 * 16 * 2
+    assert list(report.notes) == ["CUDA graphs: no CUDA graphs on the cpu"]
     assert [candidate.name for candidate in report.candidates] == ["CPU_ATTN", "TORCH_SDPA"]
     assert settings.model_dump() == before
+    info = generate_pb2.GenerationServiceGetInfoResponse()
+    info.workers.add(role="target", address="x", attention=report)
+    server = info_from(info)
+    assert notes(server) == ["target: x", "target: CUDA graphs: no CUDA graphs on the cpu"]
+    column = next(c for c in worker_table(server).columns if c.header == "attention")
+    assert list(column.cells) == ["TORCH_SDPA (name), CUDA graphs NONE"]
     check_attention("target", report)
 
 

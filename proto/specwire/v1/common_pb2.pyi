@@ -199,7 +199,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., layer_count: _Optional[int] = ..., max_length_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttentionReport(_message.Message):
-    __slots__ = ("requested", "policy", "chosen", "candidates", "kv_dtype", "kv_bytes_per_token", "page_size_tokens", "graph_mode")
+    __slots__ = ("requested", "policy", "chosen", "candidates", "kv_dtype", "kv_bytes_per_token", "page_size_tokens", "graph_mode", "notes")
     class Candidate(_message.Message):
         __slots__ = ("name", "reasons")
         NAME_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class AttentionReport(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAPH_MODE_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     requested: str
     policy: str
     chosen: str
@@ -223,7 +224,8 @@ class AttentionReport(_message.Message):
     kv_bytes_per_token: int
     page_size_tokens: int
     graph_mode: str
-    def __init__(self, requested: _Optional[str] = ..., policy: _Optional[str] = ..., chosen: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[AttentionReport.Candidate, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., graph_mode: _Optional[str] = ...) -> None: ...
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, requested: _Optional[str] = ..., policy: _Optional[str] = ..., chosen: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[AttentionReport.Candidate, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., graph_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("protocol_major", "protocol_minor", "incarnation", "version", "device")
