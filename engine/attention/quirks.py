@@ -66,7 +66,7 @@ QUIRKS = (
         "TRITON_MLA",
         "its source asserts dcp = 1 where it decodes a causal block of several tokens; released "
         "versions run such blocks as prefill, at a cost",
-        "vllm#50391",
+        "vllm#52218, vllm#50391",
         denies=False,
         causal=True,
         dcp=True,

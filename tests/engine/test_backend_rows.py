@@ -20,7 +20,7 @@ from engine.attention.mask import attention_ref, key_range
 from engine.attention.mode import LayerMode
 from engine.attention.quirks import QUIRKS
 from engine.attention.refusal import AttentionRefused
-from engine.attention.request import KVGroup
+from engine.attention.request import GRAPH_MODES, KVGroup
 from engine.attention.resolve import resolve
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.attention.tables import table_for
@@ -390,3 +390,36 @@ def test_tables_are_complete() -> None:
         simulated("sm99")
     for row in vllm.values():
         assert row.lse_base == "" or row.dcp_causal, row.name
+
+
+GRAPHS = [
+    (target(backend="TRITON_ATTN"), "sm90", set(GRAPH_MODES)),
+    (target(backend="FLASH_ATTN"), "sm80", set(GRAPH_MODES) - {"FULL"}),
+    (target(MLA, backend="CUTLASS_MLA"), "sm100", {"NONE", "PIECEWISE"}),
+    (target(MLA, backend="CUTLASS_MLA", query_tokens=1), "sm100", set(GRAPH_MODES) - {"FULL"}),
+    (target(replace(DENSE, dtype="float32"), engine="native"), "cpu", {"NONE"}),
+    (dflash(backend="TRITON_ATTN"), "sm90", {"NONE", "FULL", "FULL_DECODE_ONLY"}),
+    (dflash(backend="FLASH_ATTN"), "sm80", {"NONE", "FULL", "FULL_DECODE_ONLY"}),
+    (dflash(backend="FLASHINFER"), "sm100", {"NONE"}),
+    (dflash(CAUSAL, backend="FLASHINFER", dcp=2), "sm90", {"NONE"}),
+    (
+        dflash(CAUSAL, method="draft_model", backend="FLASH_ATTN"),
+        "sm80",
+        set(GRAPH_MODES) - {"FULL"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("request_", "where", "possible"), GRAPHS)
+def test_graph_modes_are_had_or_refused(request_: Any, where: str, possible: set[str]) -> None:
+    """AB-9, AB-10: of each service by its own backend; `auto` takes the best of what is left."""
+    for mode in GRAPH_MODES:
+        asked = replace(request_, graph_mode=mode)
+        if mode in possible:
+            assert resolve(asked, device(where)).graphs.mode == mode
+        else:
+            refused(asked, where, f"CUDA-graph mode {mode} not possible: ")
+    auto = resolve(request_, device(where)).graphs
+    best = ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"]
+    assert auto.mode == next(mode for mode in best if mode in possible)
+    assert bool(auto.reasons) == (auto.decode != "FULL")
