@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.attention.base import LayerMode
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
-from engine.models.config import rope_theta
 from engine.models.dflash import Block, DFlashModel, DFlashOptions, load_dflash
 from engine.models.dflash_config import layer_modes
+from engine.models.rope import rope_theta
 from tests.engine.tiny import HIDDEN, KERNELS, VOCAB, write_llama
 
 HEADS, KV_HEADS, DIM, INNER, BLOCK, MASK, TAPS = 4, 2, 24, 80, 5, 9, (0, 3)
