@@ -13,21 +13,29 @@ def refuse(key: str, value: object, accepted: str) -> CheckpointError:
     return CheckpointError(f"config {key} = {value!r} is not supported; accepted: {accepted}")
 
 
-def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def positive(
+    config: Mapping[str, Any], key: str, default: int | None = None, *, prefix: str = ""
+) -> int:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise refuse(key, value, "a positive integer")
+        raise refuse(prefix + key, value, "a positive integer")
     return value
 
 
 def number(
-    config: Mapping[str, Any], key: str, default: float | None = None, *, least: float = 0.0
+    config: Mapping[str, Any],
+    key: str,
+    default: float | None = None,
+    *,
+    least: float = 0.0,
+    prefix: str = "",
 ) -> float:
-    """A finite number, `least` or more; 0 itself is refused."""
+    """A finite number, `least` or more; 0 itself is refused. `prefix` says where `config` is."""
     value = config.get(key, default)
     known = isinstance(value, int | float) and not isinstance(value, bool)
     if not known or not math.isfinite(value) or value < least or value == 0:
-        raise refuse(key, value, f"a number, {least:g} or more" if least else "a positive number")
+        accepted = f"a number, {least:g} or more" if least else "a positive number"
+        raise refuse(prefix + key, value, accepted)
     return float(value)
 
 

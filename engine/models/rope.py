@@ -8,8 +8,9 @@ A table depends on the position alone, so that a key written once stays right. S
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def rope_theta(config: Mapping[str, Any], default: float) -> float:
     found: dict[str, float] = {}
     for prefix, values in (("", config), *((f"{d}.", config.get(d) or {}) for d in _DIALECTS)):
         if isinstance(values, Mapping) and values.get("rope_theta") is not None:
-            found[f"{prefix}rope_theta"] = number(values, "rope_theta")
+            found[f"{prefix}rope_theta"] = number(values, "rope_theta", prefix=prefix)
     if len(set(found.values())) > 1:
         raise CheckpointError(f"config gives conflicting rope theta: {found}")
     return next(iter(found.values()), default)
@@ -97,7 +98,7 @@ def _dialect(config: Mapping[str, Any], key: str) -> dict[str, Any] | None:
 
 def _original(config: Mapping[str, Any], values: Mapping[str, Any], positions: int) -> int:
     """The length before scaling; some models name it beside the scaling, not in it."""
-    inside = positive(values, _ORIGINAL, config.get(_ORIGINAL) or positions)
+    inside = positive(values, _ORIGINAL, config.get(_ORIGINAL) or positions, prefix="RoPE scaling ")
     outside = positive(config, _ORIGINAL) if config.get(_ORIGINAL) is not None else inside
     if inside != outside:
         raise CheckpointError(f"config gives conflicting {_ORIGINAL}: {outside} and {inside}")
@@ -115,53 +116,52 @@ def parse_rope(
         raise refuse("partial_rotary_factor", config["partial_rotary_factor"], "1.0")
     if head_dim % 2:
         raise refuse("head_dim", head_dim, "an even number")
-    given = [d for d in (_dialect(config, key) for key in _DIALECTS) if d is not None]
-    if len(given) == 2 and given[0] != given[1]:
-        raise CheckpointError(
-            f"config gives conflicting rope_parameters {given[0]} and rope_scaling {given[1]}"
-        )
-    values = given[0] if given else {"rope_type": "default"}
+    given = {key: d for key in _DIALECTS if (d := _dialect(config, key)) is not None}
+    if len(given) == 2 and given[_DIALECTS[0]] != given[_DIALECTS[1]]:
+        raise CheckpointError(f"config gives conflicting RoPE: {given}")
+    where, values = next(iter(given.items()), ("", {"rope_type": "default"}))
     kind, theta = values["rope_type"], rope_theta(config, default_theta)
     if kind == "default":
         return Rope(theta, positions)
-    factor = number(values, "factor", least=1.0)
-    if kind == "yarn":
-        return _yarn(values, Rope(theta, _original(config, values, positions), kind, factor))
-    if kind == "llama3":
-        low, high = number(values, "low_freq_factor"), number(values, "high_freq_factor")
-        if high <= low:
-            raise refuse("high_freq_factor", high, f"more than low_freq_factor, {low}")
-        original = _original(config, values, positions)
-        return Rope(theta, original, kind, factor, llama3_low=low, llama3_high=high)
     if kind == "dynamic" and head_dim < 4:
         raise refuse("head_dim", head_dim, "4 or more with dynamic scaling")
-    return Rope(theta, positions, kind, factor)
-
-
-def _yarn(values: Mapping[str, Any], plain: Rope) -> Rope:
-    attention = values.get("attention_factor")
-    if attention is not None:
-        attention = number(values, "attention_factor")
-    elif values.get("mscale") and values.get("mscale_all_dim"):
-        scales = [number(values, key) for key in ("mscale", "mscale_all_dim")]
-        attention = _magnitude(plain.factor, scales[0]) / _magnitude(plain.factor, scales[1])
-    else:
-        attention = _magnitude(plain.factor, 1.0)
-    fast, slow = number(values, "beta_fast", 32.0), number(values, "beta_slow", 1.0)
+    read = partial(number, values, prefix=f"{where}.")
+    factor = read("factor", least=1.0)
+    if kind in ("linear", "dynamic"):
+        return Rope(theta, positions, kind, factor)
+    original = _original(config, values, positions)
+    if kind == "llama3":
+        low, high = read("low_freq_factor"), read("high_freq_factor")
+        if high <= low:
+            raise refuse(f"{where}.high_freq_factor", high, f"more than low_freq_factor, {low}")
+        return Rope(theta, original, kind, factor, llama3_low=low, llama3_high=high)
+    if theta <= 1:
+        raise refuse("rope_theta", theta, "more than 1 with yarn scaling")
+    fast, slow = read("beta_fast", 32.0), read("beta_slow", 1.0)
     if fast < slow:
-        raise refuse("beta_fast", fast, f"beta_slow, {slow}, or more")
-    if plain.theta <= 1:
-        raise refuse("rope_theta", plain.theta, "more than 1 with yarn scaling")
+        raise refuse(f"{where}.beta_fast", fast, f"beta_slow, {slow}, or more")
     return Rope(
-        plain.theta,
-        plain.original_positions,
-        plain.kind,
-        plain.factor,
-        attention_factor=attention,
+        theta,
+        original,
+        kind,
+        factor,
+        attention_factor=_yarn_attention(values, factor, read),
         yarn_beta_fast=fast,
         yarn_beta_slow=slow,
         yarn_truncate=flag(values, "truncate", True),
     )
+
+
+def _yarn_attention(
+    values: Mapping[str, Any], factor: float, read: Callable[[str], float]
+) -> float:
+    """As given; or from both mscale values; or what the paper gives for the factor."""
+    if "attention_factor" in values:
+        return read("attention_factor")
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        scale, all_dim = read("mscale"), read("mscale_all_dim")
+        return _magnitude(factor, scale) / _magnitude(factor, all_dim)
+    return _magnitude(factor, 1.0)
 
 
 def _magnitude(factor: float, scale: float) -> float:

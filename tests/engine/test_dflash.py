@@ -272,7 +272,10 @@ def without(key: str) -> dict[str, Any]:
         pytest.param(
             {"rope_parameters": {"rope_theta": 1e6}}, "conflicting rope theta", id="df9-theta"
         ),
-        pytest.param({"rope_scaling": {"rope_type": "yarn"}}, "rope_type", id="rope-scaling"),
+        pytest.param({"rope_scaling": {"rope_type": "longrope"}}, "rope_type", id="rope-scaling"),
+        pytest.param(
+            {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor", id="rope-no-factor"
+        ),
         pytest.param({"layer_types": [S, F, F]}, "sliding_window", id="window-missing"),
         pytest.param({"layer_types": [F, F]}, "layer_types", id="layer-count"),
         pytest.param({"block_size": 1}, "block_size", id="block-too-small"),
