@@ -83,8 +83,8 @@ def _highest_id(tokenizer: Mapping[str, Any]) -> int:
         listed = isinstance(vocabulary, list)
         known = range(len(vocabulary)) if listed else vocabulary.values()
         added = [entry["id"] for entry in tokenizer.get("added_tokens") or []]
-        return max((*known, *added), default=-1)
-    except (AttributeError, KeyError, TypeError):
+        return max((int(token) for token in (*known, *added)), default=-1)
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise CheckpointError(
             "tokenizer.json is malformed; accepted: the format of the tokenizers library"
         ) from None
