@@ -135,9 +135,9 @@ def load_head(
     full = embedding
     if not config.tied_head or _HEAD in weights:
         full = weights.take(_HEAD, config.vocab_size, config.hidden_size)
-    if config.tied_head and not torch.equal(full, embedding):
-        raise CheckpointError(
-            f"tensor {_HEAD} differs from the embedding; accepted with tie_word_embeddings: "
-            "an equal copy, or none"
-        )
+        if config.tied_head and not torch.equal(full, embedding):
+            raise CheckpointError(
+                f"tensor {_HEAD} differs from the embedding; accepted with tie_word_embeddings: "
+                "an equal copy, or none"
+            )
     return pack_linear(full[:rows] if rows else full, kernels.mode)

@@ -90,9 +90,12 @@ def test_prefill(pair: Pair) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 30])
 def test_chunked_prefill(pair: Pair, chunk: int) -> None:
     model, engine = pair
-    ids = random_ids(41, seed=chunk)
+    count = 14 if chunk == 1 else 41
+    ids = random_ids(count, seed=chunk)
     table = engine.allocate(64)
-    parts = [run(engine, [(table, ids[at : at + chunk], at)])[0][0] for at in range(0, 41, chunk)]
+    parts = [
+        run(engine, [(table, ids[at : at + chunk], at)])[0][0] for at in range(0, count, chunk)
+    ]
     close(torch.cat(parts), reference(model, ids))
     table.free()
 
@@ -144,7 +147,7 @@ def test_taps_equal_hooks_on_every_layer_the_last_one_included(pair: Pair) -> No
 
 @st.composite
 def head_shapes(draw: st.DrawFn) -> dict[str, int]:
-    kv_heads, group = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    kv_heads, group = draw(st.integers(1, 5)), draw(st.integers(1, 20))
     return {
         "num_key_value_heads": kv_heads,
         "num_attention_heads": kv_heads * group,
@@ -156,7 +159,7 @@ def head_shapes(draw: st.DrawFn) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(shape=head_shapes(), length=st.integers(1, 40))
 def test_any_head_shape(
     tmp_path_factory: pytest.TempPathFactory, family: str, shape: dict[str, int], length: int

@@ -116,9 +116,12 @@ def test_silu_mul(width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_query", [True, False])
-def test_rope_and_kv_write(dtype: torch.dtype, with_query: bool) -> None:
-    heads, kv_heads, dim, rows = 6, 2, 64, 50
+@pytest.mark.parametrize(
+    ("dim", "with_query"),
+    [(64, True), (64, False), (80, True), (96, False), (2, True), (14, True), (1024, True)],
+)
+def test_rope_and_kv_write(dtype: torch.dtype, dim: int, with_query: bool) -> None:
+    heads, kv_heads, rows = 6, 2, 50
     fused = torch.randn(rows, (heads + 2 * kv_heads) * dim)
     q, k, v = fused.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
     angles = torch.outer(torch.arange(300.0), torch.rand(dim // 2))

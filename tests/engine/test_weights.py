@@ -112,6 +112,16 @@ def test_redundant_tensors_are_accepted(tmp_path: Path) -> None:
         load_tiny(tmp_path)
 
 
+def test_half_precision_weights_are_read(tmp_path: Path) -> None:
+    model = write_llama(tmp_path)
+    model.half().save_pretrained(tmp_path)
+    engine, ids = load_tiny(tmp_path), random_ids(9)
+    (logits,), _ = run(engine, [(engine.allocate(16), ids, 0)])
+    # Turned back: the weights stay rounded, the buffers of RoPE are made anew.
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(logits, reference(again, ids), atol=1e-4, rtol=1e-4)
+
+
 def test_own_head_is_required_where_the_config_says_so(tmp_path: Path) -> None:
     write_llama(tmp_path, tie_word_embeddings=True)
     rewrite_config(tmp_path, {"tie_word_embeddings": False})
