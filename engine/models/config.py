@@ -111,7 +111,11 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
             inner = config[key] if isinstance(config[key], Mapping) else {}
             kind = inner.get("quant_method", "present")
             raise refuse(f"{key}.quant_method", kind, "weights in bf16, fp16 or fp32")
-    fixed: tuple[tuple[str, Any], ...] = (("hidden_act", "silu"), ("use_mrope", False))
+    fixed: tuple[tuple[str, Any], ...] = (
+        ("hidden_act", "silu"),
+        ("use_mrope", False),
+        ("rope_interleaved", False),
+    )
     for key, accepted in fixed:
         if config.get(key, accepted) != accepted:
             raise refuse(key, config[key], repr(accepted))

@@ -40,7 +40,9 @@ def number(
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    value = config.get(key, default)
+    value = config.get(key)
+    if value is None:  # absent, or null
+        return default
     if not isinstance(value, bool):
         raise refuse(key, value, "true or false")
     return value

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from engine.attention.base import LayerMode
 from engine.errors import CheckpointError
@@ -232,6 +232,7 @@ QWEN = {"model_type": "qwen2", "num_key_value_heads": 2}
         (QWEN | {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
         (QWEN | {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
         (QWEN | {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "_win"),
+        ({"rope_interleaved": True}, "rope_interleaved = True .* False"),
         ({"head_dim": 15}, "head_dim = 15 .* even"),
         ({"num_attention_heads": 5}, "num_attention_heads"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
@@ -248,6 +249,26 @@ QWEN = {"model_type": "qwen2", "num_key_value_heads": 2}
 def test_config_refuses_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         from_hf(GOOD | change)
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 4, 9])
+def test_windows_from_a_first_layer_equal_transformers_layer_types(first: int) -> None:
+    """Older configs give `max_window_layers`, newer ones the list made of it."""
+    old = GOOD | {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2}
+    old |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": first}
+    theirs = AutoConfig.for_model(**old).to_dict()
+    assert theirs["layer_types"] == ["full_attention"] * min(first, 4) + ["sliding_attention"] * (
+        4 - min(first, 4)
+    )
+    windows = [5 if kind == "sliding_attention" else None for kind in theirs["layer_types"]]
+    assert [mode.window for mode in from_hf(old).modes] == windows
+    new = old | {"layer_types": theirs["layer_types"]}
+    assert from_hf(new).modes == from_hf(old).modes
+
+
+def test_null_is_absent() -> None:
+    nulls = ("attention_bias", "tie_word_embeddings", "rope_scaling", "head_dim", "layer_types")
+    assert from_hf(GOOD | dict.fromkeys(nulls)) == from_hf(GOOD)
 
 
 def test_config_must_be_an_object() -> None:
