@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from draft_svc.requests import sampling_of
 from engine.runner import NativeEngine
 from specwire.v1 import common_pb2, target_pb2
 from tests.engine.tiny import KERNELS, VOCAB, load_tiny, random_ids, reference, write_llama
@@ -236,3 +237,24 @@ def test_the_tiny_model_is_what_the_reference_says(made: tuple[NativeEngine, Any
     """Without this the equalities above could hold for a constant text."""
     law = reference(made[1], PROMPT).softmax(-1)
     assert torch.isfinite(law).all() and len(set(law.argmax(-1).tolist())) > 10
+
+
+def test_a_draft_takes_every_option_and_needs_few() -> None:
+    """The draft's draw is a hint: it reads temperature, filters and the noise key."""
+    message = common_pb2.Sampling(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        seed=2**64 - 1,
+        choice=3,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        logit_bias={3: 1.0},
+        bad_sequences=[common_pb2.TokenSequence(ids=[1, 2])],
+        min_tokens=4,
+    )
+    got = sampling_of(message)
+    assert (got.temperature, got.top_k, got.seed, got.choice) == (0.5, 7, 2**64 - 1, 3)
+    assert got.top_p == pytest.approx(0.9)
