@@ -354,3 +354,12 @@ async def test_prompt_log_probabilities_must_fit_into_a_message(
         assert caught.value.metadata["field"] == "prompt_logprobs"
         assert caught.value.metadata["accepted"] == "0 to 2 for a prompt of 4 tokens"
         assert len((await made.generate(prompt_logprobs=2)).prompt_logprobs) == 3
+
+
+async def test_a_request_larger_than_a_message_is_refused_with_both_sizes() -> None:
+    async with world() as made:
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate(prompt="a" * 5_000_000)
+        assert caught.value.reason is Reason.MESSAGE_TOO_LARGE
+        assert str(4 * 2**20) in caught.value.message and "50000" in caught.value.message
+        assert len((await made.generate()).token_ids) == 40
