@@ -5,6 +5,8 @@ The model is a memory of token ids, written as an engine writes keys and values.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -147,8 +149,30 @@ class PoolMachine(RuleBasedStateMachine):
         assert (stats.free, stats.tables, stats.cached) == (9, 0, len(self.pool.index))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_walk(seed: int) -> None:
+    """The same machine, many steps deep: what needs a published page, a fork and a full pool."""
+    dice, machine = random.Random(seed), PoolMachine()
+    for _ in range(300):
+        action = dice.choice(["open", "append", "append", "publish", "truncate", "fork", "trim"])
+        number, ids = dice.randrange(10), [dice.randrange(2) for _ in range(dice.randrange(8))]
+        if action == "open":
+            machine.open(ids + ids, dice.randrange(15))
+        elif action == "append" and machine.sessions:
+            machine.append(number, ids[:5])
+        elif action in ("publish", "trim") and machine.sessions:
+            getattr(machine, action)(number)
+        elif machine.sessions:
+            getattr(machine, action)(number, dice.randrange(20))
+        if len(machine.sessions) > 5:
+            machine.free(number)
+        machine.whole()
+        machine.published_pages_hold_what_they_are_named_for()
+    machine.teardown()
+
+
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def filled(pool: PagePool, memory: Memory, ids: list[int]) -> PageTable:
