@@ -72,15 +72,14 @@ class BatchBuilder:
         assert session.table is not None and session.computed is not None and size > 0
         # What runs again for its KV alone has no rows to give.
         fresh = session.opening and start >= session.computed
+        tapped = session.sink is not None and fresh and end > session.rows_start
         return Item(
             table=session.table,
             ids=self._shapes.chunk_ids(session)[start:end],
             start=start,
             draws=1 if session.opening and end == len(spec.ids) else 0,
             sampling=spec.sampling,
-            taps=spec.taps
-            if session.sink is not None and fresh and end > session.rows_start
-            else (),
+            taps=spec.taps if tapped else (),
             exact=spec.exact,
             margins=spec.margins,
         )
@@ -94,8 +93,8 @@ class BatchBuilder:
         assert session.table is not None and step is not None
         limit = min(session.remaining, self._engine.block_limit(start, spec.exact)) - 1
         assert limit >= 0
-        if not self._residency.reserve_free(session, start + 1 + min(limit, len(step.draft))):
-            limit = min(limit, session.table.capacity - start - 1)
+        end = start + 1 + min(limit, len(step.draft))
+        limit = min(limit, self._residency.reserve_most(session, end) - start - 1)
         if len(step.draft) > limit:
             self._metrics.dropped("draft_clipped", len(step.draft) - limit)
             del step.draft[limit:]

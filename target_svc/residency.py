@@ -108,7 +108,7 @@ class Residency:
 
     def reserve(self, session: Session, length: int, now: float) -> bool:
         """Pages for `length` positions, if need be those of sessions that come behind."""
-        while not self.reserve_free(session, length):
+        while not _reserved(session, length):
             if self._trim(session):
                 continue
             victims = self._victims(session, now)
@@ -117,14 +117,12 @@ class Residency:
             self._preempt(victims[0])
         return True
 
-    def reserve_free(self, session: Session, length: int) -> bool:
-        """Pages for `length` positions, if there are free ones."""
-        assert session.table is not None
-        try:
-            session.table.reserve(length)
-        except OutOfPages:
-            return False
-        return True
+    def reserve_most(self, session: Session, length: int) -> int:
+        """As many of `length` positions as there are free pages for, at least those reserved."""
+        page_tokens = self._engine.attention.page_tokens
+        while not _reserved(session, length):
+            length = (length - 1) // page_tokens * page_tokens
+        return length
 
     def publish(self, session: Session) -> None:
         if session.spec.publishes and session.table is not None:
@@ -247,3 +245,13 @@ class Residency:
         session.table.free()
         session.table = None
         self._metrics.preempted()
+
+
+def _reserved(session: Session, length: int) -> bool:
+    """Whether there were free pages for `length` positions."""
+    assert session.table is not None
+    try:
+        session.table.reserve(length)
+    except OutOfPages:
+        return False
+    return True
