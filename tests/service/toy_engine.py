@@ -1,6 +1,7 @@
 """A deterministic engine without a model: each token and each row is a hash of the last few ids.
 
-It remembers the ids that it ran by page, so KV that is missing or belongs to another session shows.
+It writes the ids that it ran into pages, as a model its keys and values, and reads the prefix from
+there: KV that is missing, or belongs to another session, changes the tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class ToyEngine:
         self.log: list[list[tuple[int, tuple[int, ...], int]]] = []
         # Tokens forced at an absolute position, to place stop ids.
         self.forced: dict[int, int] = {}
-        self._kv: dict[int, list[int]] = {}
+        # Id by page and offset; None was never written.
+        self._kv: list[list[int | None]] = [[None] * page_tokens for _ in range(pages)]
 
     def allocate(self, length: int) -> PageTable:
         return self.pool.allocate(length)
@@ -113,15 +115,31 @@ class ToyEngine:
         if self.fail_steps:
             self.fail_steps -= 1
             raise RuntimeError("toy failure")
+        for item in items:
+            item.table.truncate(item.start)
+            item.table.reserve(item.start + len(item.ids))
+        for source, to in self.pool.take_copies():
+            self._kv[to] = list(self._kv[source])
         self.log.append([(item.start, tuple(item.ids), item.draws) for item in items])
         return [self._run(item) for item in items]
 
+    def _write(self, item: Item) -> list[int]:
+        """Writes the item's ids; everything the table holds then."""
+        size = self.pool.page_tokens
+        for position, token in enumerate(item.ids, item.start):
+            page = item.table.pages[position // size]
+            assert page not in self.pool.index, "a published page is written"
+            self._kv[page][position % size] = token
+        kv = []
+        for position in range(item.start + len(item.ids)):
+            token = self._kv[item.table.pages[position // size]][position % size]
+            assert token is not None, f"no KV at position {position}"
+            kv.append(token)
+        return kv
+
     def _run(self, item: Item) -> ItemResult:
-        assert item.table.length == item.start, "the item does not continue the KV"
-        assert item.start + len(item.ids) <= item.table.capacity
         assert all(0 <= i < VOCAB for i in item.ids)
-        kv = self._kv.setdefault(item.table.pages[0], [])
-        kv[item.start :] = item.ids
+        kv = self._write(item)
         drafts = list(item.ids[len(item.ids) - item.draws + 1 :]) if item.draws else []
         first = len(kv) - len(drafts)
         tokens: list[int] = []
