@@ -198,6 +198,21 @@ async def test_prompt_log_probabilities_come_once_with_choice_0() -> None:
         assert result.logprobs == ()
 
 
+async def test_cached_tokens_are_said_and_prompt_log_probabilities_are_whole_all_the_same() -> None:
+    prompt = [(11 * i) % 900 for i in range(70)]
+    async with world() as made:
+        options: dict[str, Any] = {"token_ids": prompt, "max_tokens": 3, "seed": SEED}
+        first = await made.generate(n=3, **options)
+        assert first.usage.cached_prompt_tokens == 0
+        assert [c.usage.cached_prompt_tokens for c in first.others] == [69, 69]
+        again = await made.generate(**options)
+        assert 0 < again.usage.cached_prompt_tokens < 70
+        scores = await made.generate(prompt_logprobs=0, **options)
+        assert [got.token_id for got in scores.prompt_logprobs] == prompt[1:]
+        assert scores.usage.cached_prompt_tokens == 0
+        assert scores.token_ids == again.token_ids == first.token_ids
+
+
 async def test_stop_strings_included_and_not_too_early() -> None:
     plain = words(expected(0, 40))
     stop = words(expected(0, 6)[4:])  # complete with the sixth token
