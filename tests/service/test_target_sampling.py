@@ -121,6 +121,19 @@ async def test_speculative_equals_plain_with_each_option(
             tokens, _, accepted = await generate(peer, number, plain, right, **options)
             assert tokens == plain
             assert bool(accepted) == bool(right) or len(plain) < 3
+        # Opened again in the middle: what is output stays output.
+        done = len(plain) // 2
+        again = [*PROMPT, *plain[:done]]
+        await peer.send(
+            open_target(
+                again, COUNT - done, at=key(6), prompt_len=len(PROMPT), free_run=COUNT, **options
+            )
+        )
+        rest: list[int] = []
+        while done + len(rest) < len(plain):
+            rest += (await peer.verdict()).tokens
+        assert plain[done:] == rest
+        await close(peer, key(6))
         if name != "none" and not (temperature == 0 and name in FILTERS):
             assert plain != base  # the option does something here
         if name == "bad_sequences":
