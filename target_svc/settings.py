@@ -44,6 +44,11 @@ class TargetSettings(ServiceSettings):
     prefill_chunk_tokens: int = Field(
         256, ge=1, description="prompt tokens that one step runs beside the verify blocks"
     )
+    preempt_idle_ms: int = Field(
+        500,
+        ge=0,
+        description="a session without a step for so long gives its pages to any that needs some",
+    )
     max_waiting: int = Field(256, ge=0, description="sessions that may wait for KV pages")
     lease_ms: int = Field(
         10_000,
