@@ -1,4 +1,5 @@
-"""The native engine under the target service: shared pages and preemption change no bit.
+"""Shared pages and preemption change no bit: the native engine under the target service, and a toy
+whose every token shows in which shape the positions before it were computed.
 
 Margins (the top logit minus the second, fp32) are compared as they are: where the shape of a
 recomputation differed, they would differ in the last bits long before a token does.
@@ -19,9 +20,11 @@ from engine.runner import NativeEngine
 from specwire.v1 import common_pb2, target_pb2
 from tests.engine.tiny import KERNELS, VOCAB, load_tiny, random_ids, write_llama
 from tests.service.target_harness import Target, key, open_target, target, verify
+from tests.service.toy_engine import ShapeEngine
 
 Output = list[tuple[int, float]]
 COUNT = 40
+KINDS = [*KERNELS, "shapes"]
 IDS = itertools.count(100)
 
 
@@ -84,16 +87,23 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-async def test_preemption_and_hits_change_no_bit(directory: Path, kernels: str) -> None:
+def engine_of(kind: str, directory: Path, pages: int) -> Any:
+    if kind == "shapes":
+        return ShapeEngine(pages=pages, page_tokens=8, chunk=16, max_length=160)
+    engine = load(directory, kind, pages)
+    assert engine.rows_independent == (kind == "native")
+    return engine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_preemption_and_hits_change_no_bit(directory: Path, kind: str) -> None:
     """NU-1, NU-9, NU-12, WC-22: alone and plain, or with drafts among others in too few pages."""
-    async with target(load(directory, kernels, 200)) as service:
+    async with target(engine_of(kind, directory, 200)) as service:
         plain = [
             await generate(service, n, prompt, no_prefix_cache=True)
             for n, prompt in enumerate(prompts())
         ]
-    engine = load(directory, kernels, 30)
-    assert engine.rows_independent == (kernels == "native")
+    engine = engine_of(kind, directory, 30)
     async with target(engine, preempt_idle_ms=100) as service:
         crowd = await asyncio.gather(
             *(generate(service, n, p, plain[n]) for n, p in enumerate(prompts()))
@@ -106,14 +116,13 @@ async def test_preemption_and_hits_change_no_bit(directory: Path, kernels: str) 
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-async def test_forks_change_no_bit(directory: Path, kernels: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+async def test_forks_change_no_bit(directory: Path, kind: str) -> None:
     prompt = prompts()[0]
-    async with target(load(directory, kernels, 200)) as service:
+    async with target(engine_of(kind, directory, 200)) as service:
         plain = [await generate(service, n, prompt, no_prefix_cache=True) for n in range(3)]
-        parent = open_target(prompt, COUNT, key(9), no_prefix_cache=True)
         peer = service.peer()
-        await peer.send(parent)
+        await peer.send(open_target(prompt, COUNT, key(9), no_prefix_cache=True))
         forks = await asyncio.gather(
             *(
                 generate(service, n, prompt, plain[n], fork_of=key(9), no_prefix_cache=True)
@@ -121,16 +130,39 @@ async def test_forks_change_no_bit(directory: Path, kernels: str) -> None:
             )
         )
         assert (await peer.verdict()).cached_tokens == 0
+        assert service.count("prompt_tokens", source="cache") > 0
     assert forks == plain
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-async def test_going_back_into_the_prompt_and_preemption(directory: Path, kernels: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_reopened_session_goes_on_as_it_was(directory: Path, kind: str) -> None:
+    """The prompt from the cache or again in chunks, what came after it in blocks."""
+    prompt, fields = prompts()[0], {"report_margins": True, "ignore_eos": True}
+    async with target(engine_of(kind, directory, 200)) as service:
+        plain = await generate(service, 0, prompt)
+        for number, done in enumerate((1, 9, 30), start=1):
+            peer = service.peer()
+            ids = prompt + [token for token, _ in plain[:done]]
+            sampling = common_pb2.Sampling(temperature=0.8, seed=0)
+            request = open_target(
+                ids, 10, key(number), prompt_len=len(prompt), sampling=sampling, **fields
+            )
+            await peer.send(request)
+            verdict = await peer.verdict()
+            assert verdict.cached_tokens > 0
+            await peer.send(verify(1, verdict.new_len, [plain[done + 1][0], 0], at=key(number)))
+            got = [verdict, await peer.verdict()]
+            pairs = [p for v in got for p in zip(v.tokens, v.margins, strict=True)]
+            assert len(pairs) >= 3 and pairs == plain[done : done + len(pairs)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_going_back_into_the_prompt_and_preemption(directory: Path, kind: str) -> None:
     """What is left of a chunk is computed again together with its old rest."""
-    prompt, back = random_ids(46, seed=8), 42
+    prompt, back = random_ids(46, seed=8), 44
     outputs = []
     for pages in (100, 16):
-        async with target(load(directory, kernels, pages), preempt_idle_ms=60_000) as service:
+        async with target(engine_of(kind, directory, pages), preempt_idle_ms=60_000) as service:
             peer = service.peer()
             fields = {"report_margins": True, "no_prefix_cache": True}
             await peer.send(open_target(prompt, 50, key(1), priority=1, **fields))
