@@ -28,6 +28,7 @@ class Limits:
     max_draft_tokens: int
     exact_default: bool
     lease_ms: int
+    row_window: int
 
     @classmethod
     def of(cls, info: api.ModelInfo, settings: TargetSettings) -> Limits:
@@ -40,6 +41,7 @@ class Limits:
             max_draft_tokens=settings.max_draft_tokens,
             exact_default=settings.exactness == "exact",
             lease_ms=settings.lease_ms,
+            row_window=settings.row_history_tokens,
         )
 
 
@@ -81,7 +83,7 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
         rows_from=request.rows_from,
         lease_s=(request.lease_ms or limits.lease_ms) / 1000,
         free_run=request.free_run,
-        row_window=request.row_window,
+        row_window=request.row_window or limits.row_window,
         # Tokens that do not run have no log probabilities: such a prompt runs whole.
         fork_of=None if whole or not request.HasField("fork_of") else key_of(request.fork_of),
         priority=request.priority,

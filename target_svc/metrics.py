@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from specwire.observe import counter, histogram
+from specwire.observe import counter, gauge, histogram
 
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -22,11 +22,8 @@ class Metrics:
         self._failures = self._counter("engine_failures", "Engine steps that raised", [])
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, by where from", ["source"])
         self._preempted = self._counter("preemptions", "Sessions that gave their pages away", [])
-        self._state = Gauge(
-            "specwire_target_state",
-            "Pages and sessions now, by state",
-            ["state"],
-            registry=self.registry,
+        self._state = gauge(
+            "target_state", "Pages and sessions now", ["state"], registry=self.registry
         )
         self._items = Histogram(
             "specwire_target_step_items",

@@ -14,6 +14,7 @@ from target_svc.metrics import Metrics
 from target_svc.residency import Residency
 from target_svc.sessions import Session, SessionTable, Step
 from target_svc.shapes import Shapes
+from target_svc.sharing import Sharing
 
 
 class Progress:
@@ -21,12 +22,17 @@ class Progress:
     all."""
 
     def __init__(
-        self, shapes: Shapes, residency: Residency, sessions: SessionTable, metrics: Metrics
+        self,
+        shapes: Shapes,
+        residency: Residency,
+        sharing: Sharing,
+        sessions: SessionTable,
+        metrics: Metrics,
     ) -> None:
         self.ready: dict[int, Session] = {}
         self.idle = asyncio.Event()
         self.idle.set()
-        self._shapes, self._residency = shapes, residency
+        self._shapes, self._residency, self._sharing = shapes, residency, sharing
         self._sessions, self._metrics = sessions, metrics
 
     def add(self, session: Session) -> None:
@@ -88,7 +94,7 @@ class Progress:
         else:
             self._shapes.end_chunk(session, item.start)
             results.end_chunk(session, item, rows)
-        self._residency.publish(session)
+        self._sharing.publish(session)
 
     def _end_step(
         self,

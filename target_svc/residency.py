@@ -1,4 +1,4 @@
-"""Which sessions have pages: admission, shared prefixes, preemption.
+"""Which sessions have pages: admission and preemption.
 
 Lower rank comes first: priority, then arrival. A session that needs a page and finds none takes
 those of a session behind it, the last one first. So the first session that has something to do
@@ -15,12 +15,11 @@ from collections.abc import Iterable
 from engine.api import Engine
 from engine.errors import OutOfPages
 from engine.kv.pool import PageTable
-from engine.kv.prefix import Prefix
 from specwire.errors import Reason, SpecwireError
 from target_svc.metrics import Metrics
 from target_svc.sessions import OpenSpec, Session, SessionTable
 from target_svc.settings import TargetSettings
-from target_svc.shapes import Shapes
+from target_svc.sharing import Sharing
 
 
 class Residency:
@@ -29,12 +28,12 @@ class Residency:
         engine: Engine,
         settings: TargetSettings,
         sessions: SessionTable,
-        shapes: Shapes,
+        sharing: Sharing,
         metrics: Metrics,
     ) -> None:
         self._engine, self._max_waiting = engine, settings.max_waiting
         self._idle_s = settings.preempt_idle_ms / 1000
-        self._sessions, self._shapes, self._metrics = sessions, shapes, metrics
+        self._sessions, self._sharing, self._metrics = sessions, sharing, metrics
         self._released: list[PageTable] = []
         self._arrivals = 0
         self._turns = 0
@@ -62,13 +61,10 @@ class Residency:
             raise SpecwireError(Reason.QUEUE_FULL, text, {"limit": str(self._max_waiting)})
 
     def enter(self, session: Session) -> None:
-        """Gives a new session its place. The parent of a fork must have come before it."""
+        """Gives a new session its place."""
         self._arrivals += 1
         session.arrival = self._arrivals
-        if session.spec.fork_of is not None:
-            parent = self._sessions.get(session.spec.fork_of)
-            if parent is not None and self._same_prompt(parent, session):
-                session.parent = parent
+        self._sharing.find_parent(session)
 
     def release(self, session: Session) -> None:
         """The session is gone; a step may be running in its pages."""
@@ -90,20 +86,22 @@ class Residency:
         waiting = sorted((s for s in ready if s.table is None), key=lambda s: s.rank)
         spare = self._spare() if waiting else 0
         for session in waiting:
-            if session.parent is not None and session.parent.opening and not session.parent.closed:
-                continue  # its prompt is being run, for both
+            if self._sharing.waits(session):
+                continue
             table = self._engine.allocate(0)
-            prefix, start = self._prefix(session, table)
+            prefix, start = self._sharing.prefix(session, table)
             needed = table.lacking(prefix, start, len(session.ids))
             if needed > spare and self._make_room(session, needed - spare, now):
                 spare = self._spare()
-                prefix, start = self._prefix(session, table)  # it may have lost or gained pages
+                prefix, start = self._sharing.prefix(
+                    session, table
+                )  # it may have lost or gained pages
                 needed = table.lacking(prefix, start, len(session.ids))
             if needed > spare:
                 table.free()
                 return
-            table.adopt(prefix, start)
-            self._begin(session, table, start)
+            self._sharing.begin(session, table, prefix, start)
+            self.next_turn(session)
             spare -= needed + self._claim(session) - self._pages(len(session.ids))
 
     def reserve(self, session: Session, length: int, now: float) -> bool:
@@ -124,67 +122,9 @@ class Residency:
             length = (length - 1) // page_tokens * page_tokens
         return length
 
-    def publish(self, session: Session) -> None:
-        if session.spec.publishes and session.table is not None:
-            root, end = self._shapes.root(session), self._shapes.publishable(session)
-            session.table.publish(root, session.ids, end)
-
     def next_turn(self, session: Session) -> None:
         self._turns += 1
         session.turn = self._turns
-
-    # -- shared beginnings -----------------------------------------------------------------------
-
-    def _same_prompt(self, one: Session, other: Session) -> bool:
-        end = one.spec.prompt_len
-        return (
-            end == other.spec.prompt_len
-            and one.spec.ids[:end] == other.spec.ids[:end]
-            and self._shapes.root(one) == self._shapes.root(other)
-        )
-
-    def _prefix(self, session: Session, table: PageTable) -> tuple[Prefix, int]:
-        """The pages that the session may begin with, and how many positions of them."""
-        shapes, prefix, length = self._shapes, Prefix(), 0
-        if session.spec.takes_prefix:
-            limit = shapes.reusable(session, same_prompt=False)
-            prefix = table.find(shapes.root(session), session.ids, limit)
-            found = len(prefix.pages) * self._engine.attention.page_tokens
-            length = shapes.start_at(session, found)
-        parent = session.parent
-        # A parent that is gone or rolled back has nothing to share: an ordinary open then.
-        if parent is not None and parent.table is not None and not parent.closed:
-            shared = shapes.reusable(session, same_prompt=True)
-            held = min(parent.kv, parent.prompt_end)
-            shared = shared if shared <= held else shapes.start_at(session, held)
-            if shared > length:
-                prefix, length = parent.table.shared(), shared
-        return prefix, self._with_rows(session, length)
-
-    def _with_rows(self, session: Session, length: int) -> int:
-        """Where to begin for the rows that the draft lacks: at most `row_window` tokens earlier."""
-        if session.sink is None or not session.opening:
-            return length
-        if session.computed is not None:  # its rows must go on where they stopped
-            return self._shapes.start_at(session, min(length, session.computed))
-        earliest = max(0, length - session.spec.row_window)
-        wanted = max(session.spec.rows_from, earliest)
-        if wanted >= length:
-            return length
-        start = self._shapes.start_at(session, wanted)
-        return start if start >= earliest else self._shapes.start_behind(session, wanted, length)
-
-    def _begin(self, session: Session, table: PageTable, start: int) -> None:
-        session.table = table
-        if session.computed is None:
-            session.computed = start
-            session.rows_start = max(session.spec.rows_from, start)
-            session.cached = min(start, session.spec.prompt_len)
-            session.parent = None
-            self._metrics.prompt(session.cached, len(session.ids) - start)
-        elif session.opening and session.sink is None:
-            session.computed = max(session.computed, start)
-        self.next_turn(session)
 
     # -- pages -----------------------------------------------------------------------------------
 

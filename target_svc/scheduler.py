@@ -23,6 +23,7 @@ from target_svc.rows import rows_of
 from target_svc.sessions import OpenSpec, Session, SessionTable, Step
 from target_svc.settings import TargetSettings
 from target_svc.shapes import Shapes
+from target_svc.sharing import Sharing
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,9 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._failures = 0
         shapes = Shapes(engine)
-        self._residency = Residency(engine, settings, self.sessions, shapes, metrics)
-        self._progress = Progress(shapes, self._residency, self.sessions, metrics)
+        sharing = Sharing(engine, self.sessions, shapes, metrics)
+        self._residency = Residency(engine, settings, self.sessions, sharing, metrics)
+        self._progress = Progress(shapes, self._residency, sharing, self.sessions, metrics)
         self._batches = BatchBuilder(
             engine, settings.prefill_chunk_tokens, shapes, self._residency, metrics
         )
@@ -79,7 +81,7 @@ class Scheduler:
         )
 
     def check_room(self, spec: OpenSpec) -> None:
-        """Refuses a session that could never run, or that would have to wait in a full queue."""
+        """Refuses a session that could never run, or would have to wait in a full queue."""
         self._residency.check_room(spec)
 
     def add(self, session: Session) -> None:
@@ -99,9 +101,8 @@ class Scheduler:
 
     def remove_unlinked(self) -> None:
         """Forgets the sessions that nobody listens to any more."""
-        for session in self.sessions:
-            if session.link.closed:
-                self.remove(session)
+        for session in [session for session in self.sessions if session.link.closed]:
+            self.remove(session)
 
     # -- the loop --------------------------------------------------------------------------------
 

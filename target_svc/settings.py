@@ -69,7 +69,10 @@ class TargetSettings(ServiceSettings):
         32 * 1024 * 1024, ge=1024, description="rows in flight to one draft before it gives credit"
     )
     row_history_tokens: int = Field(
-        512, ge=0, description="recent rows kept for each session, to send them again"
+        512,
+        ge=0,
+        description="recent rows kept for each session, to send them again; also the cached tokens "
+        "run again for rows that a draft lacks, unless its opener names a number",
     )
     drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")

@@ -145,6 +145,10 @@ async def target(engine: Any = None, **settings: Any) -> AsyncIterator[Target]:
             if isinstance(engine, ToyEngine):
                 engine.gate.set()
             await app.stop()
+            loop = app._loop_task
+            assert loop is not None
+            if not loop.cancelled():
+                loop.result()  # why the step loop ended by itself
 
 
 class FakeDraft(draft_pb2_grpc.DraftServiceServicer):

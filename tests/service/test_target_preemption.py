@@ -5,12 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specwire.v1 import common_pb2, target_pb2
-from tests.service.target_harness import Peer, Target, key, open_target, target, verify
+from tests.service.target_harness import (
+    FakeDraft,
+    Peer,
+    Target,
+    draft_server,
+    key,
+    open_target,
+    push_to,
+    target,
+    verify,
+)
+from tests.service.test_target_rows import expected, joined
 from tests.service.toy_engine import ToyEngine, continuation
 
 
@@ -161,6 +173,49 @@ async def test_a_silent_session_gives_way() -> None:
             await peer.send(target_pb2.CloseSession(key=key(n)))
             await peer.reply()
         await service.until_idle()
+
+
+async def test_a_prompt_loses_its_pages_in_the_middle(tmp_path: Path) -> None:
+    """What has run runs again for its KV alone: every row is sent once, in order."""
+    address, engine = f"unix:{tmp_path / 'd.sock'}", ToyEngine(pages=30, page_tokens=4)
+    first, second = [n % 900 for n in range(90)], [7] * 60
+    async with draft_server(address, FakeDraft()) as draft, target(engine) as service:
+        peer = service.peer()
+        engine.gate.clear()
+        await peer.send(
+            open_target(first, at=key(1), max_new=20, priority=1, push_to=push_to(address))
+        )
+        await asyncio.to_thread(engine.entered.wait, 5)
+        await peer.send(open_target(second, at=key(2), max_new=20))
+        await peer.heartbeat()
+        engine.gate.set()
+        assert list((await peer.verdict()).tokens) == continuation(second, 1)
+        assert service.count("preemptions") == 1 and peer.load.preempted == 1
+        await peer.send(target_pb2.CloseSession(key=key(2)))
+        assert (await peer.reply()).HasField("closed")
+        verdict = await peer.verdict()
+        assert list(verdict.tokens) == continuation(first, 1)
+        assert (verdict.rows_start, verdict.rows_count, verdict.cached_tokens) == (0, 90, 0)
+        chunks = await draft.rows(90)
+        assert sum(c.count for c in chunks) == 90
+        assert joined(chunks, 0) == (0, expected(0, 90, first))
+
+
+async def test_the_lease_of_a_session_without_pages() -> None:
+    """WC-6: a step that waits for its pages keeps nothing alive."""
+    engine = ToyEngine(pages=8, page_tokens=4)
+    async with target(engine, preempt_idle_ms=60_000) as service:
+        peer = service.peer()
+        await peer.send(open_target([1] * 9, 12, key(1), priority=1, lease_ms=300))
+        await peer.verdict()
+        await peer.send(open_target([2] * 25, 4, key(2)))
+        await peer.verdict()
+        assert peer.load.preempted == 1
+        await peer.send(verify(1, 10, at=key(1)))
+        async with asyncio.timeout(5):
+            while len(service.app.scheduler.sessions) > 1:  # noqa: ASYNC110  (nobody is told)
+                await asyncio.sleep(0.05)
+        assert await peer.heartbeat(key(1), key(2)) == [1]
 
 
 async def test_steps_and_prompts_in_order_of_priority() -> None:

@@ -139,7 +139,8 @@ async def test_going_back_into_a_published_page_leaves_it_whole() -> None:
 
 ROWS = [
     # rows_from, row_window, page hit shortened to, first row sent
-    (0, 0, 64, 64),
+    (0, 0, 0, 0),
+    (0, 1, 63, 63),
     (0, 10, 54, 54),
     (0, 512, 0, 0),
     (60, 512, 60, 60),
@@ -153,7 +154,7 @@ async def test_rows_after_a_hit(
     tmp_path: Path, rows_from: int, window: int, hit: int, first: int
 ) -> None:
     """DF-37, DF-38, WC-16: cached tokens have no rows. At most row_window of them are run again;
-    what is older is skipped, and the verdict says where the rows begin."""
+    what is older is skipped, and the verdict says where the rows begin. Unset: 512, a setting."""
     address = f"unix:{tmp_path / 'd.sock'}"
     async with draft_server(address, FakeDraft()) as draft, target() as service:
         peer = service.peer()

@@ -10,6 +10,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -172,3 +173,26 @@ def _prompt_scores(item: Item) -> tuple[TokenLogprobs, ...]:
         scored(item.context[:p], item.context[p], item.prompt_logprobs)
         for p in range(item.start + 1, end)
     )
+
+
+class ShapeEngine(ToyEngine):
+    """Rows depend on their shape, much more than those of a real model: each position remembers
+    which chunk it was computed in, and every later token depends on that. Blocks of up to `block`
+    rows are padded to one width, so they are all alike."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(rows_independent=False, **options)
+
+    def _write(self, item: Item) -> list[int]:
+        size = self.pool.page_tokens
+        shape = (item.start, len(item.ids)) if len(item.ids) > self.block else (0, 0)
+        kv = super()._write(item)
+        for position in range(item.start, len(kv)):
+            page, offset = item.table.pages[position // size], position % size
+            self._kv[page][offset] = hash((kv[position], shape)) % 2**31
+        state, states = 0, []
+        for position in range(len(kv)):
+            value = self._kv[item.table.pages[position // size]][position % size]
+            state = hash((state, value)) % 2**31
+            states.append(state)
+        return states
