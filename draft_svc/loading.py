@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,10 @@ import torch
 
 from draft_svc.methods.base import AnyMethod
 from draft_svc.methods.dflash import DFlashMethod
+from draft_svc.methods.draft_model import DraftModelMethod
+from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
+from engine.config import EngineConfig
 from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
 from engine.device import kv_dtype, resolve_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError
@@ -18,6 +22,7 @@ from engine.kv.cache import KVGeometry
 from engine.models.config import from_hf
 from engine.models.dflash import DFlashOptions, load_dflash
 from engine.models.dflash_config import parse_dflash
+from engine.runner import load_engine
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError
 
@@ -26,8 +31,10 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-# In the order they are hosted; the last one is the default.
-METHODS = ("ngram", "dflash")
+METHODS = ("ngram", "hybrid", "draft_model", "dflash")
+# What is hosted when nothing is asked for; the last one is the default.
+DEFAULT_METHODS = ("ngram", "hybrid", "dflash")
+NEURAL = ("dflash", "draft_model")
 DEFAULT_DRAFT = Path(__file__).parent / "checkpoints" / "smollm2-135m-dflash"
 
 
@@ -36,23 +43,75 @@ def load_methods(settings: DraftSettings, progress: Progress) -> dict[str, AnyMe
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loaded: dict[str, AnyMethod] = {}
-    for name in settings.methods:
-        progress(f"loading {name}")
-        try:
-            loaded[name] = _BUILDERS[name](settings)
-        except CheckpointError as error:
-            raise SpecwireError(Reason.CHECKPOINT_INVALID, f"{name}: {error}") from error
-        except BackendUnavailable as error:
-            raise SpecwireError(Reason.BACKEND_UNAVAILABLE, f"{name}: {error}") from error
-    return loaded
+    # What `hybrid` chooses from is loaded before it, and once only.
+    for name in sorted(settings.methods, key=lambda name: name == "hybrid"):
+        if name == "hybrid":
+            loaded[name] = _hybrid(settings, loaded, progress)
+        else:
+            loaded[name] = _load(name, settings, progress)
+    return {name: loaded[name] for name in settings.methods}
 
 
-def _ngram(settings: DraftSettings) -> AnyMethod:
+def _load(name: str, settings: DraftSettings, progress: Progress) -> AnyMethod:
+    progress(f"loading {name}")
+    try:
+        return _BUILDERS[name](settings)
+    except CheckpointError as error:
+        raise SpecwireError(Reason.CHECKPOINT_INVALID, f"{name}: {error}") from error
+    except BackendUnavailable as error:
+        raise SpecwireError(Reason.BACKEND_UNAVAILABLE, f"{name}: {error}") from error
+
+
+def _hybrid(settings: DraftSettings, loaded: dict[str, AnyMethod], progress: Progress) -> AnyMethod:
+    name = settings.hybrid_neural
+    hosted = loaded.get(name)
+    neural = hosted or _load(name, settings, progress)
+    return HybridMethod(_lookup(settings), neural, owns_neural=hosted is None)
+
+
+def _lookup(settings: DraftSettings) -> NgramMethod:
     return NgramMethod(
         min_n=settings.ngram_min,
         max_n=settings.ngram_max,
         max_draft_tokens=settings.max_draft_tokens,
     )
+
+
+def _draft_model(settings: DraftSettings) -> AnyMethod:
+    reference = settings.draft_model
+    document = tokenizer_document(reference)
+    config = EngineConfig(
+        model=reference,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        device=settings.device,
+        attention_backend=settings.attention_backend,
+        kernels=settings.kernels,
+        max_length=settings.max_length,
+        kv_pages=settings.kv_pages,
+        kv_memory_mb=settings.kv_memory_mb,
+        page_tokens=settings.page_tokens,
+        threads=settings.threads,
+    )
+    return DraftModelMethod(
+        load_engine(config),
+        max_draft_tokens=settings.max_draft_tokens,
+        tokenizer_hash=tokenizer_hash(document),
+        known_ids=_known_ids(document),
+        chunk_tokens=settings.prefill_chunk_tokens,
+    )
+
+
+def _known_ids(document: bytes) -> int:
+    """One more than the highest id of the tokenizer; 0 where it lists none."""
+    tokenizer = json.loads(document)["tokenizer"]
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        ids = list(vocabulary.values())
+    else:  # unigram models list (token, score) by id
+        ids = list(range(len(vocabulary)))
+    ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
+    return max(ids, default=-1) + 1
 
 
 def _dflash(settings: DraftSettings) -> AnyMethod:
@@ -71,6 +130,7 @@ def _dflash(settings: DraftSettings) -> AnyMethod:
         max_draft_tokens=settings.max_draft_tokens,
         max_length=settings.max_length,
         tokenizer_hash=tokenizer_hash(tokenizer_document(settings.target)),
+        confidences=settings.confidences,
     )
 
 
@@ -102,4 +162,8 @@ def _page_count(settings: DraftSettings, checkpoint: Path) -> int:
     return count
 
 
-_BUILDERS: dict[str, Callable[[DraftSettings], AnyMethod]] = {"ngram": _ngram, "dflash": _dflash}
+_BUILDERS: dict[str, Callable[[DraftSettings], AnyMethod]] = {
+    "ngram": _lookup,
+    "draft_model": _draft_model,
+    "dflash": _dflash,
+}

@@ -19,7 +19,7 @@ DTYPES = {
 
 def checked_ids(ids: list[int], field: str, info: MethodInfo) -> list[int]:
     """Token ids that the method's vocabulary holds; a method without one takes any."""
-    vocab = info.target_vocab_size
+    vocab = info.known_vocab_size
     if vocab and ids and max(ids) >= vocab:
         accepted = f"token ids from 0 to {vocab - 1}"
         raise SpecwireError.field(field, max(ids), accepted, Reason.VOCAB_RANGE)

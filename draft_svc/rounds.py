@@ -93,14 +93,21 @@ class Rounds:
         elif _covered(session):
             self._propose(session, step)
         elif rows_count == 0:  # none are on their way
-            self._finish(session, step, Draft(reason=REASON_ROWS_MISSING))
+            self._go_without_rows(session, step, REASON_ROWS_MISSING)
         else:
-            wait_ms, reason = self.rows_wait_ms, REASON_ROWS_MISSING
+            wait_ms, reason = float(self.rows_wait_ms), REASON_ROWS_MISSING
             if 0 < deadline_ms < wait_ms:
                 wait_ms, reason = deadline_ms, REASON_DEADLINE
-            loop = asyncio.get_running_loop()
-            late = Draft(reason=reason)
-            step.timer = loop.call_later(wait_ms / 1000, self._finish, session, step, late)
+            if session.info.rows_optional:  # in time to propose without them
+                wait_ms /= 2
+            wait = asyncio.get_running_loop().call_later
+            step.timer = wait(wait_ms / 1000, self._go_without_rows, session, step, reason)
+
+    def _go_without_rows(self, session: Session, step: Step, reason: str) -> None:
+        if session.info.rows_optional:
+            self._propose(session, step)
+        else:
+            self._finish(session, step, Draft(reason=reason))
 
     def _propose(self, session: Session, step: Step) -> None:
         step.proposing = True

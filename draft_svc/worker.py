@@ -75,11 +75,13 @@ class Worker:
             self._post([lambda: self._settle(failure)])
             return
         self._post([lambda: self._settle(None)])
-        while (jobs := self._take()) is not None:
+        more_work = False
+        while (jobs := self._take(wait=not more_work)) is not None:
             results = self._tick(jobs)
             self._publish_stats()
             if results:
                 self._post(results)
+            more_work = self._work()
 
     def _settle(self, error: Exception | None) -> None:
         if self._ready.done():  # the start was cancelled
@@ -105,9 +107,23 @@ class Worker:
             tables=sum(s.tables for s in all_stats),
         )
 
-    def _take(self) -> list[Job] | None:
-        """Everything that waits, at least one job; None at the end."""
+    def _work(self) -> bool:
+        """One piece of background work of each method; whether any has more."""
+        more = False
+        for name, method in self._methods.items():
+            try:
+                more |= method.work()
+            except Exception as bug:
+                internal_error(log, f"{name} failed to catch up", bug)
+        return more
+
+    def _take(self, wait: bool) -> list[Job] | None:
+        """Everything that waits, at least one job where it is told to wait for one; None at the
+        end.
+        """
         taken: list[Job] = []
+        if not wait and self._jobs.empty():
+            return taken
         job = self._jobs.get()
         while job is not None:
             taken.append(job)

@@ -9,11 +9,13 @@ index of the token being drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from draft_svc.costs import measure
 from draft_svc.methods.base import (
     REASON_CAPACITY,
     REASON_PAGES,
@@ -75,9 +77,11 @@ class DFlashMethod(Method[DFlashContext]):
         max_draft_tokens: int,
         max_length: int | None,
         tokenizer_hash: str,
+        confidences: bool = True,
     ) -> None:
-        self._model = loaded.model
+        self._model, self._confidences = loaded.model, confidences
         config = loaded.model.config
+        self._row_width = config.row_width
         self._max_length = min(max_length or config.max_positions, config.max_positions)
         self._info = MethodInfo(
             method=self.name,
@@ -175,7 +179,7 @@ class DFlashMethod(Method[DFlashContext]):
             for slot in range(1, request.k + 1)
         ]
         tokens, _ = draw(asked, draws, False, ops.gumbel_argmax)
-        confidences = _probabilities(asked, draws, tokens)
+        confidences = _probabilities(asked, draws, tokens) if self._confidences else []
         drafts, first = [], 0
         for request in requests:
             last = first + request.k
@@ -194,14 +198,20 @@ class DFlashMethod(Method[DFlashContext]):
         self._model.pool.check_integrity()
 
     def warm_up(self) -> None:
-        """One round on zeros: packs, plans and allocates what the first session would wait for."""
+        """Packs, plans and allocates what the first session would wait for, and measures."""
         info = self._info
-        assert info.rows is not None
-        context = self.open([0, 0], Sampling(temperature=0.0))
-        rows = torch.zeros(1, info.rows.width, dtype=torch.bfloat16).view(torch.uint16).numpy()
-        self.update(context, 2, (), [RowBlock(0, rows)])
-        self.propose([Request(context, info.max_draft_tokens)])
-        self.close(context)
+        costs = measure(
+            self, self._filled, tokens=info.max_draft_tokens, max_length=self._max_length
+        )
+        self._info = replace(info, costs=costs)
+
+    def _filled(self, sessions: int, length: int) -> list[DFlashContext]:
+        """Contexts of zeros."""
+        rows = np.zeros((length - 1, self._row_width), dtype=np.uint16)
+        contexts = [self.open([0] * length, Sampling(temperature=0.0)) for _ in range(sessions)]
+        for context in contexts:
+            self.update(context, length, (), [RowBlock(0, rows)])
+        return contexts
 
 
 def _tensor(block: RowBlock) -> Tensor:

@@ -8,9 +8,14 @@ itself. Each token logs what its insertions replaced, which makes truncation exa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from draft_svc.costs import measure
 from draft_svc.methods.base import REASON_NO_MATCH, Draft, Method, MethodInfo, Request, RowBlock
 from engine.api import Sampling
+
+# Longer matches are not told apart.
+MATCH_LIMIT = 16
 
 
 class NgramIndex:
@@ -52,9 +57,9 @@ class NgramIndex:
                 else:
                     self._ends[gram] = before
 
-    def lookup(self, k: int) -> tuple[int, ...]:
-        """The k tokens after the most recent earlier occurrence of the longest known suffix; empty
-        without one.
+    def lookup(self, k: int) -> tuple[int, tuple[int, ...]]:
+        """How long the match is, up to `MATCH_LIMIT`, and the k tokens after it: the most recent
+        earlier occurrence of the longest known suffix; (0, ()) without one.
 
         A match close to the end is continued into what it proposes, so that a repeating text goes
         on repeating.
@@ -67,8 +72,15 @@ class NgramIndex:
                 found = ids[end : end + k]
                 while len(found) < k:
                     found.append(found[len(found) - period])
-                return tuple(found)
-        return ()
+                return self._match_length(end, n), tuple(found)
+        return 0, ()
+
+    def _match_length(self, end: int, known: int) -> int:
+        """How many tokens before `end` equal those at the end of the text; `known` of them do."""
+        ids, length = self.ids, known
+        while length < min(end, MATCH_LIMIT) and ids[end - length - 1] == ids[-length - 1]:
+            length += 1
+        return length
 
 
 class NgramMethod(Method[NgramIndex]):
@@ -86,6 +98,14 @@ class NgramMethod(Method[NgramIndex]):
     def info(self) -> MethodInfo:
         return self._info
 
+    def warm_up(self) -> None:
+        costs = measure(self, self._filled, tokens=self._info.max_draft_tokens)
+        self._info = replace(self._info, costs=costs)
+
+    def _filled(self, sessions: int, length: int) -> list[NgramIndex]:
+        text = [index % (self._max_n + 1) for index in range(length)]
+        return [self.open(text, Sampling()) for _ in range(sessions)]
+
     def open(self, ids: Sequence[int], sampling: Sampling) -> NgramIndex:
         return NgramIndex(self._min_n, self._max_n, ids)
 
@@ -99,7 +119,7 @@ class NgramMethod(Method[NgramIndex]):
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: Request[NgramIndex]) -> Draft:
-        ids = request.context.lookup(request.k)
+        _, ids = request.context.lookup(request.k)
         return Draft(ids, reason="" if ids else REASON_NO_MATCH)
 
     def close(self, context: NgramIndex) -> None:

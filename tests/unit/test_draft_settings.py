@@ -10,7 +10,7 @@ from specwire.errors import Reason, SpecwireError
 
 def test_defaults_host_every_method_and_the_last_is_the_default() -> None:
     settings = DraftSettings.load([])
-    assert settings.methods == ("ngram", "dflash") and settings.chosen_default == "dflash"
+    assert settings.methods == ("ngram", "hybrid", "dflash") and settings.chosen_default == "dflash"
     assert settings.limits().rows_buffer_bytes == 64 * 1024 * 1024
 
 

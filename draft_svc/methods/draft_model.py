@@ -1,0 +1,251 @@
+"""A small autoregressive model with the target's tokenizer.
+
+It reads ids only: what is committed is run through the model once, in chunks, and a proposal is `k`
+single steps that all sessions take together. Tokens are drawn as the target draws them, with the
+same noise at the same index, so the two agree as often as their logits do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from draft_svc.costs import measure
+from draft_svc.methods.base import (
+    REASON_CAPACITY,
+    REASON_CATCHING_UP,
+    REASON_PAGES,
+    REASON_VOCABULARY,
+    Draft,
+    Method,
+    MethodInfo,
+    Request,
+    RowBlock,
+)
+from engine.api import Engine, Item, Sampling
+from engine.errors import OutOfPages
+from engine.kv.pool import PageTable, PoolStats
+
+# A session fewer tokens behind than this catches up in its next proposal, not before: rounds
+# without one then cost next to nothing.
+_LAZY_TOKENS = 16
+
+
+@dataclass(slots=True, eq=False)
+class DraftModelContext:
+    """Committed `ids`, and the ids whose KV `table` holds: `run` agrees with `ids` as far as both
+    go, and may go further, into what was proposed last.
+    """
+
+    ids: list[int]
+    sampling: Sampling
+    table: PageTable
+    opened_length: int
+    run: list[int] = field(default_factory=list)
+
+    @property
+    def lag(self) -> int:
+        """Ids before the anchor that were not run."""
+        return max(len(self.ids) - 1 - len(self.run), 0)
+
+    def rewind(self, length: int) -> None:
+        """Forgets the KV from position `length` on."""
+        del self.run[length:]
+        self.table.truncate(min(self.table.length, len(self.run)))
+
+
+class DraftModelMethod(Method[DraftModelContext]):
+    """`known_ids` is how many ids the tokenizer has: what lies beyond is padding of the vocabulary,
+    never proposed. `chunk_tokens` bounds the tokens of one forward that catches up.
+    """
+
+    name = "draft_model"
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_draft_tokens: int,
+        tokenizer_hash: str,
+        known_ids: int = 0,
+        chunk_tokens: int = 128,
+    ) -> None:
+        model = engine.info
+        self._engine, self._chunk_tokens = engine, chunk_tokens
+        self._known_ids = min(known_ids or model.vocab_size, model.vocab_size)
+        self._behind: dict[DraftModelContext, None] = {}
+        self._info = MethodInfo(
+            method=self.name,
+            name=model.name,
+            max_draft_tokens=max_draft_tokens,
+            max_length_tokens=model.max_length,
+            fingerprint=model.fingerprint,
+            vocab_size=model.vocab_size,
+            tokenizer_hash=tokenizer_hash,
+            attention=engine.attention,
+        )
+
+    @property
+    def info(self) -> MethodInfo:
+        return self._info
+
+    def open(self, ids: Sequence[int], sampling: Sampling) -> DraftModelContext:
+        context = DraftModelContext(list(ids), sampling, self._engine.allocate(0), len(ids))
+        self._note_lag(context)
+        return context
+
+    def update(
+        self,
+        context: DraftModelContext,
+        keep: int,
+        tokens: Sequence[int],
+        rows: Sequence[RowBlock],
+    ) -> None:
+        del context.ids[keep:]
+        context.ids += tokens
+        ids, run = context.ids, context.run
+        valid = min(keep, len(run))
+        while valid < min(len(run), len(ids)) and run[valid] == ids[valid]:
+            valid += 1
+        context.rewind(valid)
+        self._note_lag(context)
+
+    def close(self, context: DraftModelContext) -> None:
+        self._behind.pop(context, None)
+        context.table.free()
+
+    # -- catching up -----------------------------------------------------------------------------
+
+    def _note_lag(self, context: DraftModelContext) -> None:
+        if context.lag > _LAZY_TOKENS:
+            self._behind[context] = None
+
+    def work(self) -> bool:
+        """One chunk for the sessions that are behind, first come, first served."""
+        room, share = self._chunk_tokens, []
+        for context in list(self._behind):
+            count = min(context.lag, room)
+            # Without pages, or past the limit, it stays behind until it is asked to propose.
+            if count == 0 or self._reserve(context, len(context.ids)):
+                del self._behind[context]
+                continue
+            share.append((context, count))
+            room -= count
+            if room == 0:
+                break
+        for context, count in share:
+            if context.lag == count:
+                del self._behind[context]
+        self._run_ids(share)
+        return bool(self._behind)
+
+    def _run_ids(self, share: Sequence[tuple[DraftModelContext, int]]) -> None:
+        """Runs the next `count` ids of each context in one forward."""
+        parts = [(c, c.ids[len(c.run) : len(c.run) + count]) for c, count in share]
+        items = [
+            Item(c.table, ids, len(c.run), 0, c.sampling, exact=False) for c, ids in parts if ids
+        ]
+        if items:
+            self._engine.step(items)
+        for context, ids in parts:
+            context.run += ids
+
+    def _reserve(self, context: DraftModelContext, length: int) -> str:
+        """Makes room for `length` positions; why not, or empty."""
+        if length > self._info.max_length_tokens:
+            return REASON_CAPACITY
+        try:
+            context.table.reserve(length)
+        except OutOfPages:
+            return REASON_PAGES
+        return ""
+
+    # -- proposing -------------------------------------------------------------------------------
+
+    def propose(self, requests: Sequence[Request[DraftModelContext]]) -> list[Draft]:
+        # The smallest lag first: who is far behind must not keep the others waiting.
+        order = sorted(range(len(requests)), key=lambda index: requests[index].context.lag)
+        room = self._chunk_tokens
+        drafts: dict[int, Draft] = {}
+        ready: dict[int, Request[DraftModelContext]] = {}
+        for index in order:
+            context, wanted = requests[index].context, requests[index].k
+            k = min(wanted, self._info.max_length_tokens - len(context.ids))
+            reason = self._reserve(context, len(context.ids) + max(k, 1))
+            if not reason and context.lag > room:
+                reason = REASON_CATCHING_UP
+                self._behind[context] = None
+            if reason:
+                drafts[index] = Draft(reason=reason)
+            else:
+                ready[index] = Request(context, k)
+                room -= context.lag
+        for index, tokens in zip(ready, self._draw(list(ready.values())), strict=True):
+            drafts[index] = self._draft(tokens, requests[index].k)
+        return [drafts[index] for index in range(len(requests))]
+
+    def _draw(self, requests: Sequence[Request[DraftModelContext]]) -> list[list[int]]:
+        """`k` tokens of each session; every forward takes all sessions that want more."""
+        texts = [list(request.context.ids) for request in requests]
+        for request in requests:
+            context = request.context
+            context.rewind(min(len(context.run), len(context.ids) - 1))
+        for step in range(max((request.k for request in requests), default=0)):
+            wanting = [
+                (request.context, text)
+                for request, text in zip(requests, texts, strict=True)
+                if request.k > step
+            ]
+            for (context, text), token in zip(wanting, self._step(wanting), strict=True):
+                context.run += text[len(context.run) :]
+                text.append(token)
+        return [text[len(r.context.ids) :] for r, text in zip(requests, texts, strict=True)]
+
+    def _step(self, wanting: Sequence[tuple[DraftModelContext, list[int]]]) -> list[int]:
+        """The token that follows each text."""
+        items = [
+            Item(
+                table=context.table,
+                ids=text[len(context.run) :],
+                start=len(context.run),
+                draws=1,
+                sampling=context.sampling,
+                exact=False,
+                context=text,
+                prompt_len=context.opened_length,
+            )
+            for context, text in wanting
+        ]
+        return [result.tokens[0] for result in self._engine.step(items)]
+
+    def _draft(self, tokens: list[int], wanted: int) -> Draft:
+        """What may be proposed of `tokens`: nothing from the first padding id on."""
+        known = next((i for i, t in enumerate(tokens) if t >= self._known_ids), len(tokens))
+        if known < len(tokens):
+            return Draft(tuple(tokens[:known]), reason=REASON_VOCABULARY)
+        return Draft(tuple(tokens), reason=REASON_CAPACITY if len(tokens) < wanted else "")
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def stats(self) -> PoolStats:
+        return self._engine.stats()
+
+    def check_integrity(self) -> None:
+        self._engine.check_integrity()
+
+    def warm_up(self) -> None:
+        costs = measure(
+            self,
+            self._filled,
+            tokens=self._info.max_draft_tokens,
+            max_length=self._info.max_length_tokens,
+        )
+        self._info = replace(self._info, costs=costs)
+
+    def _filled(self, sessions: int, length: int) -> list[DraftModelContext]:
+        ids = [index % self._known_ids for index in range(length)]
+        greedy = Sampling(temperature=0.0)
+        contexts = [self.open(ids, greedy) for _ in range(sessions)]
+        while self.work():
+            pass
+        return contexts

@@ -1,0 +1,364 @@
+"""The small autoregressive drafter: against transformers, against a target of the same weights, and
+with many sessions, few pages and a short limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from draft_svc.host import DraftHost
+from draft_svc.loading import load_methods
+from draft_svc.methods.base import (
+    REASON_CAPACITY,
+    REASON_CATCHING_UP,
+    REASON_PAGES,
+    REASON_VOCABULARY,
+    Draft,
+    Request,
+)
+from draft_svc.methods.draft_model import DraftModelContext, DraftModelMethod
+from draft_svc.settings import DraftSettings
+from engine.api import Item, Sampling
+from engine.default_model import tokenizer_document, tokenizer_hash
+from engine.runner import NativeEngine
+from specwire.errors import Reason, SpecwireError
+from specwire.rpc import channel_options
+from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from tests.engine.tiny import KERNELS, VOCAB, load_tiny, random_ids, write_llama
+from tests.service.draft_peer import (
+    LIMITS,
+    Link,
+    advance_item,
+    close_item,
+    open_item,
+    session_key,
+)
+
+GREEDY = Sampling(temperature=0.0)
+SEEDED = Sampling(temperature=0.8, seed=2**63 + 11)
+FILTERED = Sampling(temperature=0.8, seed=5, top_k=20, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausalLM]:
+    path = tmp_path_factory.mktemp("draft-model")
+    return path, write_llama(path)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: tuple[Path, LlamaForCausalLM]) -> NativeEngine:
+    return load_tiny(checkpoint[0], KERNELS[0], max_length=256)
+
+
+@pytest.fixture
+def method(engine: NativeEngine) -> Iterator[DraftModelMethod]:
+    yield make(engine)
+    engine.check_integrity()
+    assert engine.stats().tables == 0, "a context was not closed"
+
+
+def make(engine: NativeEngine, **options: Any) -> DraftModelMethod:
+    return DraftModelMethod(engine, max_draft_tokens=7, tokenizer_hash="", **options)
+
+
+def settle(method: DraftModelMethod) -> int:
+    """Lets the method catch up; how many pieces that took."""
+    pieces = 1
+    while method.work():
+        pieces += 1
+    return pieces
+
+
+def ask(method: DraftModelMethod, context: DraftModelContext, k: int) -> Draft:
+    return method.propose([Request(context, k)])[0]
+
+
+@torch.inference_mode()
+def greedy(model: LlamaForCausalLM, ids: Sequence[int], count: int) -> list[int]:
+    text = list(ids)
+    for _ in range(count):
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(ids) :]
+
+
+def test_proposals_are_the_models_own_continuation_whatever_was_truncated(
+    method: DraftModelMethod, checkpoint: tuple[Path, LlamaForCausalLM]
+) -> None:
+    """The context always equals the committed ids, however they came: WC-14's K = 0 rounds too."""
+    model, chance = checkpoint[1], random.Random(7)
+    ids = random_ids(40, seed=1)
+    context = method.open(ids, GREEDY)
+    settle(method)
+    for _ in range(12):
+        k = chance.choice([0, 0, 1, 3, 7])
+        draft = ask(method, context, k) if k else Draft()
+        assert list(draft.ids) == greedy(model, ids, k)
+        # Some of the proposal is right, some of the text is taken back, something else follows.
+        back = chance.choice([0, 0, 0, 1, 5, 20])
+        keep = len(ids) - back
+        kept = list(draft.ids)[: chance.randint(0, k)] if not back else []
+        tokens = [*kept, chance.randrange(3, VOCAB)]
+        ids = ids[:keep] + tokens
+        method.update(context, keep, tokens, ())
+        settle(method)
+    assert context.ids == ids
+    method.close(context)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FILTERED], ids=["greedy", "T=0.8", "top-p"])
+def test_a_draft_with_the_targets_weights_is_right_every_round(
+    method: DraftModelMethod, checkpoint: tuple[Path, LlamaForCausalLM], sampling: Sampling
+) -> None:
+    """DF-40: the oracle accepts K at every position; the noise is that of the index drawn."""
+    target = load_tiny(checkpoint[0], "torch")
+    table, ids = target.allocate(0), random_ids(30, seed=4)
+    context = method.open(ids, sampling)
+    settle(method)
+    (result,) = target.step([Item(table, ids, 0, 1, sampling)])
+    for k in (3, 1, 7, 7, 2, 5):
+        method.update(context, len(ids), result.tokens, ())
+        ids += result.tokens
+        drafts = ask(method, context, k).ids
+        assert len(drafts) == k
+        item = Item(table, [ids[-1], *drafts], len(ids) - 1, k + 1, sampling)
+        (result,) = target.step([item])
+        assert result.accepted == k
+    method.close(context)
+
+
+def test_another_seed_or_choice_draws_other_tokens(method: DraftModelMethod) -> None:
+    seen = set()
+    for sampling in (SEEDED, Sampling(temperature=0.8, seed=12), Sampling(0.8, seed=12, choice=1)):
+        context = method.open(random_ids(20), sampling)
+        seen.add(ask(method, context, 7).ids)
+        method.close(context)
+    assert len(seen) == 3
+
+
+def test_sessions_share_forwards_and_do_not_touch_each_other(
+    checkpoint: tuple[Path, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_tiny(checkpoint[0], KERNELS[0], kv_pages=512)
+    method = make(engine, chunk_tokens=4096)
+    texts = [random_ids(5 + number % 30, seed=number) for number in range(64)]
+    contexts = [method.open(text, GREEDY) for text in texts]
+    sizes: list[int] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda items: sizes.append(len(items)) or step(items))
+    wanted = [1 + number % 4 for number in range(64)]
+    requests = [Request(c, k) for c, k in zip(contexts, wanted, strict=True)]
+    drafts = method.propose(requests)
+    assert sizes == [64, 48, 32, 16]  # one forward a token, for all who want more
+    for text, k, draft in zip(texts, wanted, drafts, strict=True):
+        assert list(draft.ids) == greedy(checkpoint[1], text, k)
+    for context in contexts:
+        method.close(context)
+    engine.check_integrity()
+    assert engine.stats().free == engine.stats().total
+
+
+def test_a_long_prompt_comes_in_chunks_and_stalls_nobody(
+    method: DraftModelMethod, checkpoint: tuple[Path, LlamaForCausalLM], engine: NativeEngine
+) -> None:
+    method = make(engine, chunk_tokens=32)
+    long, short = random_ids(150, seed=1), random_ids(12, seed=2)
+    late = method.open(long, GREEDY)
+    early = method.open(short, GREEDY)
+    drafts = method.propose([Request(late, 3), Request(early, 3)])
+    assert drafts[0] == Draft(reason=REASON_CATCHING_UP)
+    assert list(drafts[1].ids) == greedy(checkpoint[1], short, 3)
+    assert settle(method) == 5  # 149 tokens, 32 at a time
+    assert list(ask(method, late, 3).ids) == greedy(checkpoint[1], long, 3)
+    method.close(late)
+    method.close(early)
+
+
+def test_a_few_tokens_behind_wait_for_the_next_proposal(
+    method: DraftModelMethod, monkeypatch: pytest.MonkeyPatch, engine: NativeEngine
+) -> None:
+    context = method.open(random_ids(8), GREEDY)
+    ask(method, context, 2)
+    steps: list[int] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda items: steps.append(len(items)) or step(items))
+    for _ in range(10):  # rounds without a proposal
+        method.update(context, len(context.ids), [5], ())
+        assert not method.work()
+    assert not steps
+    assert len(ask(method, context, 2).ids) == 2 and len(steps) == 2
+    method.close(context)
+
+
+def test_pages_that_are_short_cost_proposals_only(
+    checkpoint: tuple[Path, LlamaForCausalLM],
+) -> None:
+    """WC-7: prompts of 0.42 of the pages each; a third waits for a page, and gets it."""
+    engine = load_tiny(checkpoint[0], KERNELS[0], kv_pages=20)
+    method = make(engine)
+    texts = [random_ids(130, seed=seed) for seed in range(3)]
+    contexts = [method.open(text, GREEDY) for text in texts]
+    settle(method)
+    reasons = []
+    for context in contexts:
+        ask(method, context, 3)
+        settle(method)
+        reasons.append(ask(method, context, 3).reason)
+    assert reasons == ["", "", REASON_PAGES]
+    method.close(contexts[0])
+    ask(method, contexts[2], 3)
+    settle(method)
+    assert list(ask(method, contexts[2], 3).ids) == greedy(checkpoint[1], texts[2], 3)
+    for _ in range(30):  # one after the other, for good
+        context = method.open(texts[0], GREEDY)
+        ask(method, context, 1)
+        method.close(context)
+    for context in contexts[1:]:
+        method.close(context)
+    engine.check_integrity()
+    assert engine.stats().free == engine.stats().total
+
+
+def test_a_proposal_is_clipped_at_the_models_limit(
+    checkpoint: tuple[Path, LlamaForCausalLM],
+) -> None:
+    """DF-39, DF-41, WC-25: no token beyond the draft's own length; past it, none."""
+    engine = load_tiny(checkpoint[0], KERNELS[0], max_length=64)
+    method = make(engine)
+    context = method.open(random_ids(61), GREEDY)
+    settle(method)
+    draft = ask(method, context, 5)
+    assert len(draft.ids) == 3 and draft.reason == REASON_CAPACITY
+    method.update(context, 61, random_ids(40), ())
+    assert not method.work()
+    assert ask(method, context, 5) == Draft(reason=REASON_CAPACITY)
+    method.update(context, 40, [7], ())  # taken back below the limit
+    settle(method)
+    assert list(ask(method, context, 2).ids) == greedy(checkpoint[1], context.ids, 2)
+    method.close(context)
+
+
+def test_padding_ids_are_never_proposed(
+    engine: NativeEngine, checkpoint: tuple[Path, LlamaForCausalLM]
+) -> None:
+    """WC-17: ids that the tokenizer does not have end the proposal."""
+    text = random_ids(20, seed=9)
+    expected = greedy(checkpoint[1], text, 7)
+    bound = sorted(set(expected))[-1]
+    method = make(engine, known_ids=bound)
+    context = method.open(text, GREEDY)
+    draft = ask(method, context, 7)
+    assert draft == Draft(tuple(expected[: expected.index(bound)]), reason=REASON_VOCABULARY)
+    method.close(context)
+
+
+# -- over gRPC -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def service(
+    checkpoint: tuple[Path, LlamaForCausalLM], tmp_path: Path
+) -> AsyncIterator[tuple[DraftHost, Any]]:
+    arguments = ["--methods", "ngram,draft_model", "--draft-model", str(checkpoint[0])]
+    settings = DraftSettings.load([*arguments, "--dtype", "float32", "--kv-memory-mb", "4"])
+    address = f"unix:{tmp_path}/draft.sock"
+    host = DraftHost(
+        lambda: load_methods(settings, lambda line: None),
+        address=address,
+        limits=LIMITS,
+        default_method=settings.chosen_default,
+    )
+    async with (
+        host,
+        grpc.aio.insecure_channel(address, options=channel_options(link=True)) as channel,
+    ):
+        yield host, draft_pb2_grpc.DraftServiceStub(channel)
+
+
+async def test_the_handshake_says_what_the_model_is_and_costs(
+    service: tuple[DraftHost, Any], checkpoint: tuple[Path, LlamaForCausalLM]
+) -> None:
+    info = await service[1].GetInfo(draft_pb2.DraftServiceGetInfoRequest())
+    drafter = next(d for d in info.drafters if d.method == "draft_model")
+    assert drafter.is_default and not drafter.needs_rows and not drafter.target_fingerprint
+    # Vocabularies may differ by padding: the tokenizer is what counts.
+    assert drafter.target_vocab_size == 0
+    assert drafter.tokenizer_hash == tokenizer_hash(tokenizer_document(str(checkpoint[0])))
+    assert drafter.max_length_tokens == 512 and drafter.attention.chosen
+    points = {(c.rows, c.sessions, c.context_tokens): c.compute_ns for c in drafter.costs}
+    assert {(rows, sessions) for rows, sessions, _ in points} == {(1, 1), (7, 1), (1, 4), (7, 4)}
+    assert len({context for *_, context in points}) == 2 and min(points.values()) > 0
+    shortest = min(context for *_, context in points)
+    assert points[7, 1, shortest] > points[1, 1, shortest]  # seven forwards against one
+
+
+async def test_rounds_over_the_link(
+    service: tuple[DraftHost, Any], checkpoint: tuple[Path, LlamaForCausalLM]
+) -> None:
+    """Ids only: no rows are waited for, and a session that was closed leaves no page behind."""
+    link, key = Link(service[1]), session_key()
+    ids = random_ids(25, seed=3)
+    zero = common_pb2.Sampling(temperature=0.0)
+    opened = await link.ask(open_item(key, ids, "draft_model", sampling=zero))
+    assert opened.opened.have_rows == 0
+    for step, token in enumerate([9, 20, 31]):
+        reply = await link.ask(advance_item(key, step, len(ids), [token], 4, rows_count=0))
+        ids.append(token)
+        assert list(reply.proposal.ids) == greedy(checkpoint[1], ids, 4)
+        assert not reply.proposal.source
+    outside = await link.ask(open_item(session_key(2), [1, VOCAB], "draft_model"))
+    assert outside.refused.error.reason == Reason.VOCAB_RANGE
+    outside = await link.ask(advance_item(key, 3, len(ids), [VOCAB], 4))
+    assert outside.refused.error.reason == Reason.VOCAB_RANGE
+    again = await link.ask(advance_item(key, 4, len(ids), [8], 4))
+    assert list(again.proposal.ids) == greedy(checkpoint[1], [*ids, 8], 4)
+    assert service[0].worker.stats.tables == 1
+    await link.ask(close_item(key))
+    async with asyncio.timeout(5):
+        while service[0].worker.stats.tables:  # noqa: ASYNC110 - set by the engine's thread
+            await asyncio.sleep(0.005)
+    load = (await service[1].GetInfo(draft_pb2.DraftServiceGetInfoRequest())).load
+    assert load.sessions == 0 and load.pages_free == load.pages_total > 0
+
+
+def test_the_method_needs_its_model() -> None:
+    with pytest.raises(SpecwireError, match="draft_model"):
+        DraftSettings.load(["--methods", "draft_model"])
+    with pytest.raises(SpecwireError, match="draft_model"):
+        DraftSettings.load(["--methods", "hybrid", "--hybrid-neural", "draft_model"])
+
+
+def test_a_model_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
+    settings = DraftSettings.load(["--methods", "draft_model", "--draft-model", "no-such-model"])
+    with pytest.raises(SpecwireError, match="no-such-model") as caught:
+        load_methods(settings, lambda line: None)
+    assert caught.value.reason is Reason.CHECKPOINT_INVALID
+
+
+def test_known_ids_come_from_the_tokenizer(
+    checkpoint: tuple[Path, LlamaForCausalLM], tmp_path: Path
+) -> None:
+    write_llama(tmp_path)
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+        "added_tokens": [{"id": 60, "content": "<x>", "special": True}],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = ["--methods", "draft_model", "--draft-model", str(tmp_path), "--dtype", "float32"]
+    method = load_methods(DraftSettings.load(flags), lambda line: None)["draft_model"]
+    proposed = set()
+    for seed in range(20):
+        context = method.open([1 + seed, 2], GREEDY)
+        proposed |= set(method.propose([Request(context, 7)])[0].ids)
+        method.close(context)
+    assert proposed and max(proposed) <= 60
+    assert any(max(greedy(checkpoint[1], [1 + seed, 2], 7)) > 60 for seed in range(20))
