@@ -86,6 +86,8 @@ class NativeEngine:
         for item in items:
             item.table.truncate(item.start)
             item.table.reserve(item.start + len(item.ids))
+        for source, to in self._pool.take_copies():
+            self._cache.copy_page(source, to)
         if self._independent or not any(item.exact for item in items):
             return self._run(items, minimum=0)
         # Rows depend on their neighbours here: an exact item runs alone, at a width that does not
