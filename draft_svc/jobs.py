@@ -24,7 +24,9 @@ class OpenJob:
     handle: Handle
     ids: Sequence[int]
     sampling: Sampling
-    done: Callable[[SpecwireError | None], None]
+    target_fingerprint: str
+    # Called with the error, or with the end of the rows that the context has already.
+    done: Callable[[SpecwireError | None, int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,14 +153,16 @@ class Worker:
         return results
 
     def _open(self, job: OpenJob) -> Result:
-        done, error = job.done, None
+        done, error, have_rows = job.done, None, 0
+        method = self._methods[job.handle.method]
         try:
-            job.handle.context = self._methods[job.handle.method].open(job.ids, job.sampling)
+            job.handle.context = method.open(job.ids, job.sampling)
+            have_rows = method.restore(job.handle.context, job.target_fingerprint)
         except EngineError as refusal:
             error = SpecwireError(Reason.KV_PAGES_EXHAUSTED, str(refusal))
         except Exception as bug:
             error = internal_error(log, "opening a session failed", bug)
-        return lambda: done(error)
+        return lambda: done(error, have_rows)
 
     def _update(self, job: UpdateJob) -> None:
         context = job.handle.context

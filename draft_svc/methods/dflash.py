@@ -1,9 +1,9 @@
 """DFlash: a block of masked slots filled in one forward over context made from the target's hidden
 states.
 
-Confirmed rows become context K/V once; a proposal is one ragged forward over the blocks of every
-session that is ready. Tokens are drawn as the target draws them: same noise, same filters, the
-index of the token being drawn.
+Confirmed rows become context K/V once, those of all sessions together; a proposal is one ragged
+forward over the blocks of every session that is ready. Tokens are drawn as the target draws them:
+same noise, same filters, the index of the token being drawn.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch import Tensor
 from draft_svc.costs import measure
 from draft_svc.methods.base import (
     REASON_CAPACITY,
+    REASON_CATCHING_UP,
     REASON_PAGES,
     REASON_ROWS_MISSING,
     Draft,
     Method,
     MethodInfo,
+    RawRows,
     Request,
     RowBlock,
     RowNeeds,
@@ -32,25 +34,57 @@ from engine.attention.base import LayerMode
 from engine.errors import OutOfPages
 from engine.kernels.cpu import ops
 from engine.kv.pool import PageTable, PoolStats
-from engine.models.dflash import Block, LoadedDraft
+from engine.kv.prefix import chain_root
+from engine.models.dflash import Block, ContextRows, LoadedDraft
 from engine.sampling import Draw, draw
 
+# Rows that one forward writes at most.
+_FORWARD_ROWS = 1024
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class DFlashContext:
     """Committed ids and the context K/V: positions [origin, end) are in `table`, `pending` rows
     follow it.
+
+    `root` begins the names of its pages in the cache; None: they are not shared.
     """
 
     ids: list[int]
     sampling: Sampling
     table: PageTable
     origin: int = 0
+    root: bytes | None = None
     pending: list[RowBlock] = field(default_factory=list)
 
     @property
     def end(self) -> int:
         return self.origin + self.table.length
+
+    @property
+    def pending_rows(self) -> int:
+        return sum(len(block.rows) for block in self.pending)
+
+    def add_rows(self, blocks: Sequence[RowBlock]) -> None:
+        """Rows to be written: behind what there is, or leaving a gap; then the context begins with
+        them.
+        """
+        self.pending += blocks
+        if self.pending and (self.table.length == 0 or self.pending[0].start > self.end):
+            self.table.truncate(0)
+            self.table.trim()
+            self.origin = self.pending[0].start
+
+    def next_rows(self, limit: int) -> ContextRows:
+        """The first pending rows, at most `limit`, that are not in the table yet."""
+        start = self.end
+        blocks = [block.clip(start, start + limit) for block in self.pending]
+        rows = np.concatenate([block.rows for block in blocks])
+        return ContextRows(self.table, start, _tensor(rows), self.origin)
+
+    def drop_written(self) -> None:
+        rest = [block.clip(self.end, block.end) for block in self.pending]
+        self.pending = [block for block in rest if len(block.rows)]
 
     def truncate(self, keep: int) -> None:
         """Forgets ids beyond `keep`, and the context of what they made: the anchor's row comes
@@ -81,6 +115,7 @@ class DFlashMethod(Method[DFlashContext]):
     ) -> None:
         self._model, self._confidences = loaded.model, confidences
         config = loaded.model.config
+        self._unwritten: dict[DFlashContext, None] = {}
         self._row_width = config.row_width
         self._max_length = min(max_length or config.max_positions, config.max_positions)
         self._info = MethodInfo(
@@ -112,33 +147,67 @@ class DFlashMethod(Method[DFlashContext]):
     def open(self, ids: Sequence[int], sampling: Sampling) -> DFlashContext:
         return DFlashContext(list(ids), sampling, self._model.pool.allocate(0))
 
+    def restore(self, context: DFlashContext, target: str) -> int:
+        """Context K/V of position p follows from the ids up to p, the target and the draft: other
+        sessions' pages will do.
+        """
+        if not target:
+            return 0
+        context.root = chain_root(self.name, self._info.fingerprint, target)
+        limit = min(len(context.ids) - 1, self._max_length)
+        prefix = context.table.find(context.root, context.ids, limit)
+        end = len(prefix.pages) * self._model.pool.page_tokens
+        context.table.adopt(prefix, end)
+        return end
+
     def update(
         self, context: DFlashContext, keep: int, tokens: Sequence[int], rows: Sequence[RowBlock]
     ) -> None:
         context.truncate(keep)
         context.ids += tokens
         clipped = [block.clip(0, self._max_length) for block in rows]
-        context.pending += [block for block in clipped if len(block.rows)]
-        self._write(context)
+        context.add_rows([block for block in clipped if len(block.rows)])
+        if context.pending:
+            self._unwritten[context] = None
 
-    def _write(self, context: DFlashContext) -> bool:
-        """Turns pending rows into context K/V; False when pages are short, and the rows stay
-        pending.
+    def work(self) -> bool:
+        """Writes what rounds without a proposal leave."""
+        self._write(list(self._unwritten), _FORWARD_ROWS)
+        # What lacks pages waits for a proposal to ask again.
+        for context in list(self._unwritten):
+            if self._lacks_pages(context):
+                del self._unwritten[context]
+        return bool(self._unwritten)
+
+    def _write(self, contexts: Sequence[DFlashContext], room: int) -> None:
+        """Turns at most `room` pending rows into context K/V, in one forward. Where pages are short
+        they stay pending.
         """
-        while context.pending:
-            block = context.pending[0]
-            if context.table.length == 0:
-                context.origin = block.start
-            try:
-                self._model.write_context(
-                    context.table, block.start, _tensor(block), context.origin
-                )
-            except OutOfPages:
-                return False
-            context.pending.pop(0)
-        return True
+        writes: dict[DFlashContext, ContextRows] = {}
+        for context in contexts:
+            if room > 0 and context.pending and not self._lacks_pages(context):
+                writes[context] = write = context.next_rows(room)
+                room -= write.rows.shape[0]
+        if writes:
+            self._model.write_contexts(list(writes.values()))
+        for context in writes:
+            context.drop_written()
+            if not context.pending:
+                self._unwritten.pop(context, None)
+            if context.root is not None and context.origin == 0:
+                context.table.publish(context.root, context.ids, context.end)
+
+    def _lacks_pages(self, context: DFlashContext) -> bool:
+        try:
+            context.table.reserve(context.pending[-1].end - context.origin)
+        except OutOfPages:
+            return True
+        return False
 
     def propose(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
+        # Few rows first: a long prompt must not keep the others waiting.
+        contexts = sorted((r.context for r in requests), key=lambda c: c.pending_rows)
+        self._write(contexts, _FORWARD_ROWS)
         drafts: dict[int, Draft] = {}
         ready: list[tuple[int, Request[DFlashContext]]] = []
         for index, request in enumerate(requests):
@@ -157,8 +226,8 @@ class DFlashMethod(Method[DFlashContext]):
         start, size = len(context.ids) - 1, self._info.block_size
         if start + size > self._max_length:
             return REASON_CAPACITY
-        if not self._write(context):
-            return REASON_PAGES
+        if context.pending:
+            return REASON_PAGES if self._lacks_pages(context) else REASON_CATCHING_UP
         if context.end != start:
             return REASON_ROWS_MISSING
         try:
@@ -188,6 +257,7 @@ class DFlashMethod(Method[DFlashContext]):
         return drafts
 
     def close(self, context: DFlashContext) -> None:
+        self._unwritten.pop(context, None)
         context.pending.clear()
         context.table.free()
 
@@ -211,14 +281,14 @@ class DFlashMethod(Method[DFlashContext]):
         contexts = [self.open([0] * length, Sampling(temperature=0.0)) for _ in range(sessions)]
         for context in contexts:
             self.update(context, length, (), [RowBlock(0, rows)])
+        while self.work():
+            pass
         return contexts
 
 
-def _tensor(block: RowBlock) -> Tensor:
-    """bf16 rows as they came; numpy carries the bits as uint16, and torch wants memory it may
-    write.
-    """
-    return torch.from_numpy(block.rows.copy()).view(torch.bfloat16)
+def _tensor(rows: RawRows) -> Tensor:
+    """bf16 rows as they came: numpy carries the bits as uint16."""
+    return torch.from_numpy(rows).view(torch.bfloat16)
 
 
 def _probabilities(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[float]:

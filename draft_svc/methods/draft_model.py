@@ -25,6 +25,7 @@ from draft_svc.methods.base import (
 from engine.api import Engine, Item, Sampling
 from engine.errors import OutOfPages
 from engine.kv.pool import PageTable, PoolStats
+from engine.kv.prefix import chain_root
 
 # A session fewer tokens behind than this catches up in its next proposal, not before: rounds
 # without one then cost next to nothing.
@@ -74,6 +75,8 @@ class DraftModelMethod(Method[DraftModelContext]):
         self._engine, self._chunk_tokens = engine, chunk_tokens
         self._known_ids = min(known_ids or model.vocab_size, model.vocab_size)
         self._behind: dict[DraftModelContext, None] = {}
+        self._page_tokens, self._max_length = engine.attention.page_tokens, model.max_length
+        self._root = chain_root(self.name, model.fingerprint, model.numerics)
         self._info = MethodInfo(
             method=self.name,
             name=model.name,
@@ -91,6 +94,10 @@ class DraftModelMethod(Method[DraftModelContext]):
 
     def open(self, ids: Sequence[int], sampling: Sampling) -> DraftModelContext:
         context = DraftModelContext(list(ids), sampling, self._engine.allocate(0), len(ids))
+        table = context.table
+        prefix = table.find(self._root, context.ids, min(len(ids) - 1, self._max_length))
+        table.adopt(prefix, len(prefix.pages) * self._page_tokens)
+        context.run = context.ids[: table.length]
         self._note_lag(context)
         return context
 
@@ -108,7 +115,15 @@ class DraftModelMethod(Method[DraftModelContext]):
         while valid < min(len(run), len(ids)) and run[valid] == ids[valid]:
             valid += 1
         context.rewind(valid)
+        self._publish(context)
         self._note_lag(context)
+
+    def _publish(self, context: DraftModelContext) -> None:
+        """Lets other sessions begin with what is committed; the anchor's page may be written
+        again.
+        """
+        end = min(len(context.run), len(context.ids) - 1)
+        context.table.publish(self._root, context.ids, end)
 
     def close(self, context: DraftModelContext) -> None:
         self._behind.pop(context, None)
@@ -149,10 +164,11 @@ class DraftModelMethod(Method[DraftModelContext]):
             self._engine.step(items)
         for context, ids in parts:
             context.run += ids
+            self._publish(context)
 
     def _reserve(self, context: DraftModelContext, length: int) -> str:
         """Makes room for `length` positions; why not, or empty."""
-        if length > self._info.max_length_tokens:
+        if length > self._max_length:
             return REASON_CAPACITY
         try:
             context.table.reserve(length)
@@ -170,7 +186,8 @@ class DraftModelMethod(Method[DraftModelContext]):
         ready: dict[int, Request[DraftModelContext]] = {}
         for index in order:
             context, wanted = requests[index].context, requests[index].k
-            k = min(wanted, self._info.max_length_tokens - len(context.ids))
+            context.rewind(min(len(context.run), len(context.ids) - 1))
+            k = min(wanted, self._max_length - len(context.ids))
             reason = self._reserve(context, len(context.ids) + max(k, 1))
             if not reason and context.lag > room:
                 reason = REASON_CATCHING_UP
@@ -187,9 +204,6 @@ class DraftModelMethod(Method[DraftModelContext]):
     def _draw(self, requests: Sequence[Request[DraftModelContext]]) -> list[list[int]]:
         """`k` tokens of each session; every forward takes all sessions that want more."""
         texts = [list(request.context.ids) for request in requests]
-        for request in requests:
-            context = request.context
-            context.rewind(min(len(context.run), len(context.ids) - 1))
         for step in range(max((request.k for request in requests), default=0)):
             wanting = [
                 (request.context, text)
@@ -243,9 +257,10 @@ class DraftModelMethod(Method[DraftModelContext]):
         self._info = replace(self._info, costs=costs)
 
     def _filled(self, sessions: int, length: int) -> list[DraftModelContext]:
-        ids = [index % self._known_ids for index in range(length)]
-        greedy = Sampling(temperature=0.0)
-        contexts = [self.open(ids, greedy) for _ in range(sessions)]
+        """Contexts that have no beginning in common."""
+        greedy, ids = Sampling(temperature=0.0), range(length)
+        texts = [[(i + number) % self._known_ids for i in ids] for number in range(sessions)]
+        contexts = [self.open(text, greedy) for text in texts]
         while self.work():
             pass
         return contexts

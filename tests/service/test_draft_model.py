@@ -171,7 +171,7 @@ def test_a_long_prompt_comes_in_chunks_and_stalls_nobody(
     method: DraftModelMethod, checkpoint: tuple[Path, LlamaForCausalLM], engine: NativeEngine
 ) -> None:
     method = make(engine, chunk_tokens=32)
-    long, short = random_ids(150, seed=1), random_ids(12, seed=2)
+    long, short = random_ids(150, seed=21), random_ids(12, seed=22)
     late = method.open(long, GREEDY)
     early = method.open(short, GREEDY)
     drafts = method.propose([Request(late, 3), Request(early, 3)])
@@ -259,6 +259,43 @@ def test_padding_ids_are_never_proposed(
     draft = ask(method, context, 7)
     assert draft == Draft(tuple(expected[: expected.index(bound)]), reason=REASON_VOCABULARY)
     method.close(context)
+
+
+def test_a_second_turn_begins_where_the_first_one_ended(
+    checkpoint: tuple[Path, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WC-16: what another session ran is not run again; what follows is that of a cold start."""
+    engine = load_tiny(checkpoint[0], KERNELS[0], kv_pages=24)
+    method = make(engine)
+    first = method.open(random_ids(70, seed=31), GREEDY)
+    settle(method)
+    ask(method, first, 7)
+    method.update(first, 70, [5, 6, 7], ())
+    turn = [*first.ids, *random_ids(20, seed=32)]
+    rows: list[int] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda i: rows.extend(len(x.ids) for x in i) or step(i))
+    second = method.open(turn, GREEDY)  # the first one still lives, and goes on
+    settle(method)
+    assert rows == [len(turn) - 1 - 64]
+    for context in (second, first):
+        method.update(context, len(context.ids) - 20, [9, 9], ())  # both back into shared pages
+    for context in (second, first):
+        assert list(ask(method, context, 5).ids) == greedy(checkpoint[1], context.ids, 5)
+    method.close(first)
+    method.close(second)
+    for seed in range(40, 50):  # other texts take the pages away
+        other = method.open(random_ids(120, seed=seed), GREEDY)
+        settle(method)
+        method.close(other)
+    rows.clear()
+    third = method.open(turn, GREEDY)
+    settle(method)
+    assert sum(rows) == len(turn) - 1
+    assert list(ask(method, third, 5).ids) == greedy(checkpoint[1], turn, 5)
+    method.close(third)
+    engine.check_integrity()
+    assert engine.stats().free == engine.stats().total
 
 
 # -- over gRPC -----------------------------------------------------------------------------------

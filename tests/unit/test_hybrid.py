@@ -155,7 +155,7 @@ def test_estimates_converge_to_the_truth(skill: float) -> None:
     for _ in range(2000):
         committed = [1] * (K + 1)
         proposed = [1 if chance.random() < skill else 0 for _ in range(K)]
-        accepted = (proposed + [0]).index(0)
+        accepted = [*proposed, 0].index(0)
         survival.grade(proposed, committed[: accepted + 1])
     # Counts that fade by 2 % a token are worth 50 tokens: three standard errors.
     spread = 3 * (skill * (1 - skill) / 50) ** 0.5
@@ -174,7 +174,7 @@ def test_nothing_is_learned_behind_the_first_wrong_token() -> None:
 
 
 def test_what_was_proposed_for_another_length_is_not_graded() -> None:
-    method, oracle, clock = pair(skill=1.0)
+    method, oracle, _ = pair(skill=1.0)
     oracle.text = text = fresh_text(40)
     context = method.open(text[:10], Sampling())
     method.propose([Request(context, K)])
