@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
 from coordinator.links import Link
 from coordinator.metrics import Metrics
 from coordinator.placement import DraftWorker, Fleet
-from coordinator.session import Deliver, Session
+from coordinator.session import Deliver, Session, SessionSpec
+from coordinator.text import TextModel
 from coordinator.validation import check
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from specwire.v1 import generate_pb2, generate_pb2_grpc
+from specwire.sampling import MAX_CHOICES
+from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 
 SERVICE_NAME = "specwire.v1.GenerationService"
 _Worker = generate_pb2.GenerationServiceGetInfoResponse.Worker
@@ -31,19 +34,59 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> None:
-        session = self._admit(request, context)
-        number = next(self._numbers)
-        live = self.sessions[number] = Session(self._fleet, number, *session)
+        lives = self._sessions(*self._admit(request, context))
+        self.sessions |= lives
+
         # A call that was cut while nothing of ours awaited is closed all the same.
-        context.add_done_callback(lambda _: live.close())
+        def cut(_: Any) -> None:
+            for live in lives.values():
+                live.close()
 
-        async def deliver(delta: generate_pb2.Delta) -> None:
-            await context.write(generate_pb2.GenerateResponse(delta=delta))
+        context.add_done_callback(cut)
+        try:
+            await self._answers(lives, context)
+        finally:
+            for number in lives:
+                del self.sessions[number]
 
-        finished = await self._run(number, live, deliver)
-        await context.write(generate_pb2.GenerateResponse(finished=finished))
+    def _sessions(self, spec: SessionSpec, text: TextModel) -> dict[int, Session]:
+        """One per choice; what belongs to the prompt is the first one's business."""
+        first = Session(self._fleet, next(self._numbers), spec, text)
+        lives = {first.session_id: first}
+        for choice in range(1, spec.n):
+            sampling = common_pb2.Sampling()
+            sampling.CopyFrom(spec.answer.sampling)
+            sampling.choice = choice
+            answer = replace(spec.answer, sampling=sampling, prompt_logprobs=None)
+            number = next(self._numbers)
+            own = replace(spec, answer=answer)
+            lives[number] = Session(self._fleet, number, own, text, parent=first)
+        return lives
 
-    async def _run(self, number: int, live: Session, deliver: Deliver) -> generate_pb2.Finished:
+    async def _answers(self, lives: dict[int, Session], context: Any) -> None:
+        """All choices at once. The first that fails ends the others, and the call."""
+        writing = asyncio.Lock()  # a call takes one message at a time
+
+        async def answer(choice: int, live: Session) -> None:
+            async def deliver(delta: generate_pb2.Delta) -> None:
+                async with writing:
+                    await context.write(generate_pb2.GenerateResponse(delta=delta, choice=choice))
+
+            finished = await self._run(live, deliver)
+            async with writing:
+                await context.write(generate_pb2.GenerateResponse(finished=finished, choice=choice))
+
+        if len(lives) == 1:
+            await answer(0, *lives.values())
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice, live in enumerate(lives.values()):
+                    group.create_task(answer(choice, live))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _run(self, live: Session, deliver: Deliver) -> generate_pb2.Finished:
         outcome = "cancelled"
         self._metrics.sessions.inc()
         try:
@@ -55,22 +98,25 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             outcome = error.reason.lower()
             raise
         finally:
-            del self.sessions[number]
             self._metrics.sessions.dec()
             for cause, rounds in live.record.fallbacks.items():
                 self._metrics.fell_back(cause, rounds)
             if outcome != "ok":
                 self._metrics.failed(live.record.method, outcome)
 
-    def _admit(self, request: generate_pb2.GenerateRequest, context: Any) -> tuple[Any, Any]:
+    def _admit(
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> tuple[SessionSpec, TextModel]:
         settings, target = self._fleet.settings, self._fleet.target
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this coordinator is shutting down")
         if not target.link.ready or target.text is None:
             why = target.link.reason or "not connected yet"
             raise SpecwireError(Reason.NO_TARGET, f"the target is {target.link.state}: {why}")
-        if len(self.sessions) >= settings.max_sessions:
-            text = f"{settings.max_sessions} requests run already"
+        # Whether `n` can be at all is checked below, with the rest.
+        wanted = min(max(1, request.n), MAX_CHOICES)
+        if len(self.sessions) + wanted > settings.max_sessions:
+            text = f"{len(self.sessions)} of {settings.max_sessions} sessions run already"
             limit = {"limit": str(settings.max_sessions)}
             raise SpecwireError(Reason.QUEUE_FULL, text, limit)
         left_s = context.time_remaining()
