@@ -99,7 +99,7 @@ class Protocol:
         ids = checked_ids(decode_ids(request.ids), "ids", info)
         if not ids:
             raise SpecwireError.field("ids", "empty", "at least one token")
-        sampling = sampling_of(request.sampling)
+        sampling = sampling_of(request.sampling, info)
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this draft service is shutting down")
         if not replaces and len(self.sessions) >= self.limits.max_sessions:

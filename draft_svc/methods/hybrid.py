@@ -91,6 +91,9 @@ class HybridMethod(Method[HybridContext]):
     def open(self, ids: Sequence[int], sampling: Sampling) -> HybridContext:
         return HybridContext(self._lookup.open(ids, sampling), self._neural.open(ids, sampling))
 
+    def restore(self, context: HybridContext, target: str) -> int:
+        return self._neural.restore(context.neural, target)
+
     def update(
         self, context: HybridContext, keep: int, tokens: Sequence[int], rows: Sequence[RowBlock]
     ) -> None:
@@ -130,7 +133,7 @@ class HybridMethod(Method[HybridContext]):
         for request in requests:
             context = request.context
             match, found = context.index.lookup(request.k)
-            context.asked = Asked(len(context.index.ids), match, found)
+            context.asked = Asked(context.index.length, match, found)
         running = [request for request in requests if self._neural_is_better(request)]
         neural = dict(zip(map(id, running), self._run_neural(running), strict=True))
         now = self._clock()

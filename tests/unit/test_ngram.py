@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_svc.methods.base import REASON_NO_MATCH, Request
+from draft_svc.methods.base import REASON_CAPACITY, REASON_NO_MATCH, Request
 from draft_svc.methods.ngram import MATCH_LIMIT, NgramIndex, NgramMethod
 from engine.api import Sampling
 
@@ -104,3 +104,17 @@ def test_the_match_length_is_how_far_both_ends_agree(ids: list[int], min_n: int)
             and (length in (end, MATCH_LIMIT) or ids[end - length - 1] != ids[-length - 1])
             for end in ends
         )
+
+
+def test_what_is_beyond_the_limit_is_counted_and_not_kept() -> None:
+    """DF-41: no proposal past the drafter's own length, and memory is bounded."""
+    method = NgramMethod(min_n=1, max_n=2, max_draft_tokens=3, max_length=8)
+    context = method.open([1, 2, 3] * 4, Sampling())
+    assert len(context.ids) == 8 and context.length == 12
+    assert method.propose([Request(context, 3)])[0].reason == REASON_CAPACITY
+    method.update(context, 10, [1, 2], ())
+    assert context.length == 12 and len(context.ids) == 8
+    method.update(context, 6, [1], ())
+    assert context.length == 7 and context.ids == [1, 2, 3, 1, 2, 3, 1]
+    assert method.propose([Request(context, 3)])[0].ids == (2, 3, 1)
+    assert method.info.max_length_tokens == 8
