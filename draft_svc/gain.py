@@ -63,16 +63,18 @@ class Survival:
 
 
 class Average:
-    """An exponential moving average of durations; one outlier moves it little."""
+    """An exponential moving average of durations, 0 before the first; one outlier moves it
+    little.
+    """
 
-    def __init__(self, start: float | None = None, rate: float = 0.1) -> None:
-        self.value, self._rate = start, rate
+    def __init__(self, rate: float = 0.1) -> None:
+        self.value, self._rate = 0.0, rate
 
     def add(self, sample: float) -> None:
-        if self.value is None:
-            self.value = sample
-        else:
+        if self.value:
             self.value += self._rate * (min(sample, 4 * self.value) - self.value)
+        else:
+            self.value = sample
 
 
 def tokens_per_second(expected: float, draft_s: float, step_s: float) -> float:

@@ -50,6 +50,8 @@ class Computed:
 class ProposeJob:
     handle: Handle
     k: int
+    # Of the monotonic clock.
+    deadline: float
     done: Callable[[Computed], None]
 
 

@@ -8,6 +8,7 @@ are normal after a restart or a fail-over.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ from draft_svc.sessions import Reply, Session, SessionTable, Step
 from draft_svc.worker import Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import draft_pb2
+
+# Of the time that the one who asks waits for a proposal, the share that work may take.
+_WORK_SHARE = 0.9
 
 
 @dataclass(slots=True)
@@ -77,6 +81,7 @@ class Rounds:
             k_cut=request.k > session.k_limit,
             reply=reply,
             arrived_ns=time.monotonic_ns(),
+            deadline=_deadline(request.deadline_ms),
         )
         session.step, session.length = step, length
         rows = []
@@ -117,7 +122,7 @@ class Rounds:
         def done(computed: Computed) -> None:
             self._computed(session, step, computed)
 
-        self.worker.put(ProposeJob(session.handle, step.k, done))
+        self.worker.put(ProposeJob(session.handle, step.k, step.deadline, done))
 
     def _computed(self, session: Session, step: Step, computed: Computed) -> None:
         if not step.open or not self.sessions.holds(session):
@@ -181,6 +186,13 @@ class Rounds:
         step = session.step
         if step is not None and step.open and not step.proposing and _covered(session):
             self._propose(session, step)
+
+
+def _deadline(deadline_ms: int) -> float:
+    """Until when an answer is of use; the way back takes its share of the time."""
+    if deadline_ms == 0:
+        return math.inf
+    return time.monotonic() + _WORK_SHARE * deadline_ms / 1000
 
 
 def _covered(session: Session) -> bool:

@@ -180,7 +180,9 @@ class Worker:
         drafts: Sequence[Draft] = ()
         error: SpecwireError | None = None
         try:
-            drafts = self._methods[name].propose([Request(j.handle.context, j.k) for j in live])
+            drafts = self._methods[name].propose(
+                [Request(j.handle.context, j.k, j.deadline) for j in live]
+            )
         except Exception as bug:
             error = internal_error(log, f"{name} failed to propose", bug)
         spent = time.monotonic_ns() - began

@@ -8,6 +8,7 @@ when it cannot propose it says why.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,10 +130,13 @@ ContextT = TypeVar("ContextT")
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[ContextT]):
-    """One session that wants `k >= 1` tokens after what is committed."""
+    """One session that wants `k >= 1` tokens after what is committed; after `deadline` (of the
+    monotonic clock) nobody waits for them.
+    """
 
     context: ContextT
     k: int
+    deadline: float = math.inf
 
 
 class Method(ABC, Generic[ContextT]):

@@ -7,13 +7,16 @@ same noise at the same index, so the two agree as often as their logits do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from draft_svc.costs import measure
+from draft_svc.gain import Average
 from draft_svc.methods.base import (
     REASON_CAPACITY,
     REASON_CATCHING_UP,
+    REASON_DEADLINE,
     REASON_PAGES,
     REASON_VOCABULARY,
     Draft,
@@ -70,10 +73,12 @@ class DraftModelMethod(Method[DraftModelContext]):
         tokenizer_hash: str,
         known_ids: int = 0,
         chunk_tokens: int = 128,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model = engine.info
         self._engine, self._chunk_tokens = engine, chunk_tokens
         self._known_ids = min(known_ids or model.vocab_size, model.vocab_size)
+        self._clock, self._step_s = clock, Average()
         self._behind: dict[DraftModelContext, None] = {}
         self._page_tokens, self._max_length = engine.attention.page_tokens, model.max_length
         self._root = chain_root(self.name, model.fingerprint, model.numerics)
@@ -195,24 +200,35 @@ class DraftModelMethod(Method[DraftModelContext]):
             if reason:
                 drafts[index] = Draft(reason=reason)
             else:
-                ready[index] = Request(context, k)
+                ready[index] = Request(context, k, requests[index].deadline)
                 room -= context.lag
         for index, tokens in zip(ready, self._draw(list(ready.values())), strict=True):
-            drafts[index] = self._draft(tokens, requests[index].k)
+            late = len(tokens) < ready[index].k
+            short = REASON_CAPACITY if ready[index].k < requests[index].k else ""
+            drafts[index] = self._draft(tokens, REASON_DEADLINE if late else short)
         return [drafts[index] for index in range(len(requests))]
 
     def _draw(self, requests: Sequence[Request[DraftModelContext]]) -> list[list[int]]:
-        """`k` tokens of each session; every forward takes all sessions that want more."""
+        """`k` tokens of each session, or as many as there is time for; every forward takes all
+        sessions that want more.
+        """
         texts = [list(request.context.ids) for request in requests]
         for step in range(max((request.k for request in requests), default=0)):
+            began = self._clock()
+            ready_at = began + self._step_s.value
             wanting = [
                 (request.context, text)
                 for request, text in zip(requests, texts, strict=True)
-                if request.k > step
+                if request.k > step and request.deadline >= ready_at
             ]
+            if not wanting:
+                # One slow step must not end speculation for good.
+                self._step_s.value *= 0.9
+                break
             for (context, text), token in zip(wanting, self._step(wanting), strict=True):
                 context.run += text[len(context.run) :]
                 text.append(token)
+            self._step_s.add(self._clock() - began)
         return [text[len(r.context.ids) :] for r, text in zip(requests, texts, strict=True)]
 
     def _step(self, wanting: Sequence[tuple[DraftModelContext, list[int]]]) -> list[int]:
@@ -232,12 +248,12 @@ class DraftModelMethod(Method[DraftModelContext]):
         ]
         return [result.tokens[0] for result in self._engine.step(items)]
 
-    def _draft(self, tokens: list[int], wanted: int) -> Draft:
+    def _draft(self, tokens: list[int], reason: str) -> Draft:
         """What may be proposed of `tokens`: nothing from the first padding id on."""
         known = next((i for i, t in enumerate(tokens) if t >= self._known_ids), len(tokens))
-        if known < len(tokens):
-            return Draft(tuple(tokens[:known]), reason=REASON_VOCABULARY)
-        return Draft(tuple(tokens), reason=REASON_CAPACITY if len(tokens) < wanted else "")
+        return Draft(
+            tuple(tokens[:known]), reason=reason if known == len(tokens) else REASON_VOCABULARY
+        )
 
     # -- the rest --------------------------------------------------------------------------------
 

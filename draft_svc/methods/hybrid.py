@@ -157,7 +157,9 @@ class HybridMethod(Method[HybridContext]):
         if not requests:
             return []
         most, began = self._neural.info.max_draft_tokens, self._clock()
-        drafts = self._neural.propose([Request(r.context.neural, min(r.k, most)) for r in requests])
+        drafts = self._neural.propose(
+            [Request(r.context.neural, min(r.k, most), r.deadline) for r in requests]
+        )
         if any(draft.ids for draft in drafts):
             self._neural_s.add(self._clock() - began)
         return drafts
@@ -167,7 +169,7 @@ class HybridMethod(Method[HybridContext]):
         assert asked is not None
         if not asked.found:
             return True
-        neural_s = self._neural_s.value or 0.0
+        neural_s = self._neural_s.value
         step_s = self._step_s.value or neural_s / _ASSUMED_SHARE or 1.0
         ours = self.grade(context, "neural", asked.match).expected(request.k)
         lookup = self.grade(context, "ngram", asked.match).expected(request.k)

@@ -21,6 +21,7 @@ from draft_svc.loading import load_methods
 from draft_svc.methods.base import (
     REASON_CAPACITY,
     REASON_CATCHING_UP,
+    REASON_DEADLINE,
     REASON_PAGES,
     REASON_VOCABULARY,
     Draft,
@@ -245,6 +246,35 @@ def test_a_proposal_is_clipped_at_the_models_limit(
     settle(method)
     assert list(ask(method, context, 2).ids) == greedy(checkpoint[1], context.ids, 2)
     method.close(context)
+
+
+def test_tokens_are_drawn_as_long_as_somebody_waits(
+    engine: NativeEngine, checkpoint: tuple[Path, LlamaForCausalLM], monkeypatch: Any
+) -> None:
+    """WC-31: a slow draft answers with fewer tokens in time, not with all of them too late."""
+    now = [0.0]
+    method = make(engine, clock=lambda: now[0])
+    step = engine.step
+
+    def slow(items: Sequence[Item]) -> Any:
+        now[0] += 0.01
+        return step(items)
+
+    monkeypatch.setattr(engine, "step", slow)
+    texts = [random_ids(12, seed=seed) for seed in (71, 72, 73)]
+    contexts = [method.open(text, GREEDY) for text in texts]
+    method.propose([Request(contexts[0], 1)])  # tells how long a step takes
+    base = now[0]
+    deadlines = (base + 0.035, base + 1, base + 0.005)
+    drafts = method.propose([Request(c, 5, d) for c, d in zip(contexts, deadlines, strict=True)])
+    assert [len(draft.ids) for draft in drafts] == [3, 5, 0]
+    assert [draft.reason for draft in drafts] == [REASON_DEADLINE, "", REASON_DEADLINE]
+    for draft, text in zip(drafts, texts, strict=True):
+        assert list(draft.ids) == greedy(checkpoint[1], text, len(draft.ids))
+    tries = [method.propose([Request(contexts[0], 1, now[0] + 0.005)])[0].ids for _ in range(12)]
+    assert tries[0] == () and any(tries), "one slow step ended speculation"
+    for context in contexts:
+        method.close(context)
 
 
 def test_padding_ids_are_never_proposed(
