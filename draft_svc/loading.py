@@ -14,7 +14,6 @@ from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.draft_model import DraftModelMethod
 from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
-from engine.config import EngineConfig
 from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
 from engine.device import kv_dtype, resolve_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError
@@ -80,21 +79,8 @@ def _lookup(settings: DraftSettings) -> NgramMethod:
 def _draft_model(settings: DraftSettings) -> AnyMethod:
     reference = settings.draft_model
     document = tokenizer_document(reference)
-    config = EngineConfig(
-        model=reference,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        device=settings.device,
-        attention_backend=settings.attention_backend,
-        kernels=settings.kernels,
-        max_length=settings.max_length,
-        kv_pages=settings.kv_pages,
-        kv_memory_mb=settings.kv_memory_mb,
-        page_tokens=settings.page_tokens,
-        threads=settings.threads,
-    )
     return DraftModelMethod(
-        load_engine(config),
+        load_engine(settings.engine_config(reference)),
         max_draft_tokens=settings.max_draft_tokens,
         tokenizer_hash=tokenizer_hash(document),
         known_ids=_known_ids(document),

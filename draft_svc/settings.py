@@ -9,10 +9,11 @@ from pydantic_settings import SettingsConfigDict
 
 from draft_svc.loading import DEFAULT_METHODS, METHODS
 from draft_svc.protocol import Limits
+from engine.settings import EngineSettings
 from specwire.settings import ServiceSettings
 
 
-class DraftSettings(ServiceSettings):
+class DraftSettings(EngineSettings, ServiceSettings):
     """Every setting is a flag (`--rows-wait-ms`), a variable (`SPECWIRE_DRAFT_ROWS_WAIT_MS`) or a
     key of the file.
     """
@@ -39,27 +40,8 @@ class DraftSettings(ServiceSettings):
     target: str = Field(
         "default", description="the target's checkpoint, for embedding and head; or `default`"
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of the weights"
-    )
-    kv_dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of the KV cache, the draft's own choice"
-    )
-    device: str = Field("auto", description="cpu or cuda")
-    attention_backend: str | None = Field(
-        None, description="attention backend by name; refused, never replaced, when it does not fit"
-    )
-    kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="native C kernels, or torch's"
-    )
-    threads: int = Field(0, ge=0, le=1024, description="threads of the engine; 0: as many as cores")
-    max_length: int | None = Field(
-        None, ge=2, description="longest session in tokens; unset: the draft's own limit"
-    )
     max_draft_tokens: int = Field(7, ge=1, le=64, description="most tokens of one proposal")
-    page_tokens: int = Field(16, ge=1, le=4096, description="tokens of one KV page")
-    kv_pages: int | None = Field(None, ge=1, description="KV pages; unset: from kv_memory_mb")
-    kv_memory_mb: int = Field(128, ge=1, description="memory of the context KV in MiB")
+    kv_memory_mb: int = Field(128, ge=1, description="memory of one drafter's KV cache in MiB")
     prefill_chunk_tokens: int = Field(
         128, ge=1, description="tokens of one forward of draft_model that catches up"
     )
