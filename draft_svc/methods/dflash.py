@@ -38,8 +38,9 @@ from engine.kv.prefix import chain_root
 from engine.models.dflash import Block, ContextRows, LoadedDraft
 from engine.sampling import Draw, draw
 
-# Rows that one forward writes at most.
+# Rows that one forward writes at most, and that one session keeps while it has no pages.
 _FORWARD_ROWS = 1024
+_PENDING_ROWS = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +68,11 @@ class DFlashContext:
 
     def add_rows(self, blocks: Sequence[RowBlock]) -> None:
         """Rows to be written: behind what there is, or leaving a gap; then the context begins with
-        them.
+        them. Where pages are short for long, the oldest rows are given up.
         """
         self.pending += blocks
+        while len(self.pending) > 1 and self.pending_rows > _PENDING_ROWS:
+            self.pending.pop(0)
         if self.pending and (self.table.length == 0 or self.pending[0].start > self.end):
             self.table.truncate(0)
             self.table.trim()

@@ -25,6 +25,8 @@ from draft_svc.methods.base import (
     RowBlock,
 )
 from draft_svc.methods.dflash import DFlashContext, DFlashMethod
+from draft_svc.methods.hybrid import HybridMethod
+from draft_svc.methods.ngram import NgramMethod
 from engine.api import Sampling
 from engine.models.dflash import Block, DFlashOptions, LoadedDraft, load_dflash
 from specwire.rpc import channel_options
@@ -278,6 +280,40 @@ def test_a_long_prompts_rows_come_in_pieces(
     assert ask(method, long) == direct(loaded, long.ids)
     method.close(long)
     method.close(short)
+
+
+def test_rows_without_pages_are_bounded(
+    loaded: LoadedDraft, method: DFlashMethod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that gets no pages keeps its newest rows, and begins late when it gets some."""
+    monkeypatch.setattr("draft_svc.methods.dflash._PENDING_ROWS", 24)
+    hoard = loaded.model.pool.allocate(loaded.model.pool.stats().free * PAGE)
+    context, _ = opened(method, text(40, seed=60))
+    commit(method, context, [5], 0)
+    for token in range(3):
+        commit(method, context, [token] * 10, len(context.ids) - 1)
+        assert not method.work()
+    assert context.pending_rows == 20
+    hoard.free()
+    assert ask(method, context) == direct(loaded, context.ids, origin=50)
+    method.close(context)
+
+
+def test_a_hybrid_has_what_its_drafter_has(method: DFlashMethod, loaded: LoadedDraft) -> None:
+    lookup = NgramMethod(min_n=2, max_n=4, max_draft_tokens=7)
+    hybrid = HybridMethod(lookup, method, owns_neural=True)
+    ids = text(50, seed=61)
+    first, _ = opened(method, ids)
+    commit(method, first, [5], 0)
+    ask(method, first)
+    method.close(first)
+    context = hybrid.open([*ids, 5, 6], GREEDY)
+    assert hybrid.restore(context, "target") == 48
+    known = [*ids, 5, 6, 7]
+    hybrid.update(context, 52, [7], [RowBlock(48, rows_of(known)[48:52])])
+    (draft,) = hybrid.propose([Request(context, 7)])
+    assert draft.source == "dflash" and list(draft.ids) == direct(loaded, known)
+    hybrid.close(context)
 
 
 def test_coverage_after_a_restore() -> None:

@@ -242,3 +242,16 @@ def test_the_handshake_says_what_the_checkpoint_says(method: DFlashMethod) -> No
     assert info.layer_attention == ("non-causal", "non-causal")
     assert (info.slot_mode, info.rope_style, info.rope_theta) == ("fill_in", "neox", 100000.0)
     assert info.attention is not None and info.attention.chosen
+
+
+def test_confidences_cost_time_and_may_be_left_out(loaded: LoadedDraft) -> None:
+    drafts = []
+    for wanted in (True, False):
+        method = DFlashMethod(
+            loaded, max_draft_tokens=7, max_length=None, tokenizer_hash="", confidences=wanted
+        )
+        context = advanced(method, list(range(9)), random_rows(8))
+        drafts += method.propose([Request(context, 5)])
+        method.close(context)
+    assert drafts[0].ids == drafts[1].ids
+    assert len(drafts[0].confidences) == 5 and drafts[1].confidences == ()
