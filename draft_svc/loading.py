@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from engine.models.config import from_hf
 from engine.models.dflash import DFlashOptions, load_dflash
 from engine.models.dflash_config import parse_dflash
 from engine.runner import load_engine
+from engine.tokenizer import token_table
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError
 
@@ -77,27 +77,27 @@ def _lookup(settings: DraftSettings) -> NgramMethod:
 
 
 def _draft_model(settings: DraftSettings) -> AnyMethod:
-    reference = settings.draft_model
-    document = tokenizer_document(reference)
+    document = tokenizer_document(settings.draft_model)
+    tokens = token_table(document)
     return DraftModelMethod(
-        load_engine(settings.engine_config(reference)),
+        load_engine(settings.engine_config(settings.draft_model)),
         max_draft_tokens=settings.max_draft_tokens,
-        tokenizer_hash=tokenizer_hash(document),
-        known_ids=_known_ids(document),
+        tokenizer_hash=_tokenizer_of_pair(document, tokens, settings.target),
+        known_ids=max(tokens, default=-1) + 1,
         chunk_tokens=settings.prefill_chunk_tokens,
     )
 
 
-def _known_ids(document: bytes) -> int:
-    """One more than the highest id of the tokenizer; 0 where it lists none."""
-    tokenizer = json.loads(document)["tokenizer"]
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, dict):
-        ids = list(vocabulary.values())
-    else:  # unigram models list (token, score) by id
-        ids = list(range(len(vocabulary)))
-    ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
-    return max(ids, default=-1) + 1
+def _tokenizer_of_pair(document: bytes, tokens: dict[int, str], target: str) -> str:
+    """The hash that the handshake compares. A chat template or an end token of its own do not
+    matter to a drafter: with the same token behind every id it has the target's tokenizer.
+    """
+    try:
+        targets = tokenizer_document(target)
+    except CheckpointError:  # not on this machine: only the same document will do
+        return tokenizer_hash(document)
+    same = bool(tokens) and token_table(targets) == tokens
+    return tokenizer_hash(targets if same else document)
 
 
 def _dflash(settings: DraftSettings) -> AnyMethod:

@@ -38,7 +38,9 @@ class DraftSettings(EngineSettings, ServiceSettings):
         "dflash", description="what hybrid chooses from beside the n-gram lookup"
     )
     target: str = Field(
-        "default", description="the target's checkpoint, for embedding and head; or `default`"
+        "default",
+        description="the target's checkpoint, or `default`: embedding and head of dflash, "
+        "tokenizer of draft_model",
     )
     max_draft_tokens: int = Field(7, ge=1, le=64, description="most tokens of one proposal")
     kv_memory_mb: int = Field(128, ge=1, description="memory of one drafter's KV cache in MiB")

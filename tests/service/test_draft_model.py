@@ -411,6 +411,28 @@ def test_a_model_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.reason is Reason.CHECKPOINT_INVALID
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_the_same_tokens_with_another_template_are_the_same_tokenizer(
+    tmp_path: Path, same: bool
+) -> None:
+    """WC-17: what is compared is the token behind every id; a template is none of the draft's."""
+    for name, template, token in (("target", "a", "b"), ("draft", "c", "b" if same else "x")):
+        write_llama(tmp_path / name)
+        tokenizer = {"model": {"type": "BPE", "vocab": {"a": 0, token: 1}, "merges": []}}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (tmp_path / name / "chat_template.jinja").write_text(template)
+    draft, target = str(tmp_path / "draft"), str(tmp_path / "target")
+    flags = ["--methods", "draft_model", "--draft-model", draft, "--dtype", "float32"]
+    of_pair = {}
+    for known in (target, "nowhere"):
+        settings = DraftSettings.load([*flags, "--target", known])
+        method = load_methods(settings, lambda line: None)["draft_model"]
+        of_pair[known] = method.info.tokenizer_hash
+    own, targets = (tokenizer_hash(tokenizer_document(path)) for path in (draft, target))
+    assert own != targets
+    assert of_pair == {target: targets if same else own, "nowhere": own}
+
+
 def test_known_ids_come_from_the_tokenizer(
     checkpoint: tuple[Path, LlamaForCausalLM], tmp_path: Path
 ) -> None:
