@@ -39,7 +39,7 @@ from engine.models.dflash import Block, ContextRows, LoadedDraft
 from engine.sampling import Draw, draw
 
 # Rows that one forward writes at most, and that one session keeps while it has no pages.
-_FORWARD_ROWS = 1024
+_FORWARD_ROWS = 512
 _PENDING_ROWS = 8192
 
 

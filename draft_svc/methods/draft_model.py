@@ -33,6 +33,10 @@ from engine.kv.prefix import chain_root
 # A session fewer tokens behind than this catches up in its next proposal, not before: rounds
 # without one then cost next to nothing.
 _LAZY_TOKENS = 16
+# A forward that catches up keeps the proposals of other sessions waiting no longer than this, but
+# takes some tokens in any case.
+_PIECE_S = 0.03
+_LEAST_TOKENS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +64,8 @@ class DraftModelContext:
 
 class DraftModelMethod(Method[DraftModelContext]):
     """`known_ids` is how many ids the tokenizer has: what lies beyond is padding of the vocabulary,
-    never proposed. `chunk_tokens` bounds the tokens of one forward that catches up.
+    never proposed. `chunk_tokens` bounds the tokens of one forward that catches up; a slow model
+    takes fewer.
     """
 
     name = "draft_model"
@@ -78,7 +83,7 @@ class DraftModelMethod(Method[DraftModelContext]):
         model = engine.info
         self._engine, self._chunk_tokens = engine, chunk_tokens
         self._known_ids = min(known_ids or model.vocab_size, model.vocab_size)
-        self._clock, self._step_s = clock, Average()
+        self._clock, self._step_s, self._token_s = clock, Average(), Average()
         self._behind: dict[DraftModelContext, None] = {}
         self._page_tokens, self._max_length = engine.attention.page_tokens, model.max_length
         self._root = chain_root(self.name, model.fingerprint, model.numerics)
@@ -142,7 +147,7 @@ class DraftModelMethod(Method[DraftModelContext]):
 
     def work(self) -> bool:
         """One chunk for the sessions that are behind, first come, first served."""
-        room, share = self._chunk_tokens, []
+        room, share = self._piece_tokens(), []
         for context in list(self._behind):
             count = min(context.lag, room)
             # Without pages, or past the limit, it stays behind until it is asked to propose.
@@ -159,14 +164,22 @@ class DraftModelMethod(Method[DraftModelContext]):
         self._run_ids(share)
         return bool(self._behind)
 
+    def _piece_tokens(self) -> int:
+        """Tokens of one piece: few on a slow model, `chunk_tokens` at most."""
+        fast = int(_PIECE_S / self._token_s.value) if self._token_s.value else self._chunk_tokens
+        return min(max(fast, _LEAST_TOKENS), self._chunk_tokens)
+
     def _run_ids(self, share: Sequence[tuple[DraftModelContext, int]]) -> None:
         """Runs the next `count` ids of each context in one forward."""
         parts = [(c, c.ids[len(c.run) : len(c.run) + count]) for c, count in share]
         items = [
             Item(c.table, ids, len(c.run), 0, c.sampling, exact=False) for c, ids in parts if ids
         ]
+        began = self._clock()
         if items:
             self._engine.step(items)
+            count = sum(len(item.ids) for item in items)
+            self._token_s.add((self._clock() - began) / count)
         for context, ids in parts:
             context.run += ids
             self._publish(context)

@@ -154,6 +154,7 @@ async def test_proposals_from_a_real_target_match_a_direct_computation(
 
 
 def test_a_block_beyond_the_limit_is_not_proposed(loaded: LoadedDraft) -> None:
+    """DF-33, DF-39, DF-41: no slot past the draft's own positions, and the reason is named."""
     method = make_method(loaded, max_length=24)
     ids = list(range(17))
     context = advanced(method, ids, random_rows(16))
@@ -167,6 +168,7 @@ def test_a_block_beyond_the_limit_is_not_proposed(loaded: LoadedDraft) -> None:
 
 
 def test_short_pages_cost_proposals_only(method: DFlashMethod, loaded: LoadedDraft) -> None:
+    """WC-7: a session without pages proposes nothing, and goes on when there are some."""
     ids, rows = list(range(33)), random_rows(32)
     hoard = loaded.model.pool.allocate(63 * 16)
     context = advanced(method, ids, rows)

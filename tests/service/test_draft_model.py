@@ -171,7 +171,7 @@ def test_sessions_share_forwards_and_do_not_touch_each_other(
 def test_a_long_prompt_comes_in_chunks_and_stalls_nobody(
     method: DraftModelMethod, checkpoint: tuple[Path, LlamaForCausalLM], engine: NativeEngine
 ) -> None:
-    method = make(engine, chunk_tokens=32)
+    method = make(engine, chunk_tokens=32, clock=lambda: 0.0)
     long, short = random_ids(150, seed=21), random_ids(12, seed=22)
     late = method.open(long, GREEDY)
     early = method.open(short, GREEDY)
@@ -182,6 +182,23 @@ def test_a_long_prompt_comes_in_chunks_and_stalls_nobody(
     assert list(ask(method, late, 3).ids) == greedy(checkpoint[1], long, 3)
     method.close(late)
     method.close(early)
+
+
+@pytest.mark.parametrize(("token_s", "pieces"), [(0.0001, 3), (0.0005, 4), (0.01, 6)])
+def test_a_slow_model_catches_up_in_smaller_pieces(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, token_s: float, pieces: int
+) -> None:
+    now, step = [0.0], engine.step
+
+    def timed(items: Sequence[Item]) -> Any:
+        now[0] += token_s * sum(len(item.ids) for item in items)
+        return step(items)
+
+    monkeypatch.setattr(engine, "step", timed)
+    method = make(engine, chunk_tokens=100, clock=lambda: now[0])
+    context = method.open(random_ids(230, seed=int(token_s * 10**6)), GREEDY)
+    assert settle(method) == pieces  # 229 tokens, the first 100 before anything is known
+    method.close(context)
 
 
 def test_a_few_tokens_behind_wait_for_the_next_proposal(
