@@ -37,9 +37,12 @@ def apply(
     """Changes logits fp32 [1 + len(drafts), vocab] in place; row i follows `context` and the first
     i draft tokens.
     """
-    penalties = _Penalties(sampling, context, prompt_len, drafts) if _penalises(sampling) else None
-    bias = _bias(sampling)
-    ids = [*context, *drafts]
+    ids, device = [*context, *drafts], logits.device
+    penalties = None
+    if _penalises(sampling):
+        known = torch.tensor(ids, dtype=torch.int64, device=device)
+        penalties = _Penalties(sampling, known, len(context), prompt_len)
+    bias = _bias(sampling, device)
     for i, row in enumerate(logits):
         length = len(context) + i
         if banned := _banned(sampling, ids, length, length - prompt_len):
@@ -52,11 +55,12 @@ def apply(
                 penalties.count(i)
 
 
-def _bias(sampling: Sampling) -> tuple[Tensor, Tensor] | None:
+def _bias(sampling: Sampling, device: torch.device) -> tuple[Tensor, Tensor] | None:
     if not sampling.logit_bias:
         return None
     ids, values = zip(*sampling.logit_bias, strict=True)
-    return torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
+    added = torch.tensor(values, dtype=torch.float32, device=device)
+    return torch.tensor(ids, device=device), added
 
 
 def _banned(sampling: Sampling, ids: Sequence[int], length: int, output: int) -> list[int]:
@@ -72,16 +76,14 @@ def _banned(sampling: Sampling, ids: Sequence[int], length: int, output: int) ->
 class _Penalties:
     """Counts over the distinct tokens of context and drafts, in front of one row after another."""
 
-    def __init__(
-        self, sampling: Sampling, context: Sequence[int], prompt_len: int, drafts: Sequence[int]
-    ) -> None:
+    def __init__(self, sampling: Sampling, ids: Tensor, context_len: int, prompt_len: int) -> None:
+        """ids int64 [n]: a context of `context_len` tokens, then the drafts."""
         self._sampling = sampling
-        every = torch.tensor([*context, *drafts], dtype=torch.int64)
-        self._ids, where = torch.unique(every, return_inverse=True)
-        self._drafts = where[len(context) :]
-        self._seen = torch.zeros(len(self._ids), dtype=torch.bool)
-        self._seen[where[: len(context)]] = True
-        output = where[prompt_len : len(context)]
+        self._ids, where = torch.unique(ids, return_inverse=True)
+        self._drafts = where[context_len:]
+        self._seen = torch.zeros_like(self._ids, dtype=torch.bool)
+        self._seen[where[:context_len]] = True
+        output = where[prompt_len:context_len]
         self._output = torch.bincount(output, minlength=len(self._ids)).to(torch.float32)
 
     def count(self, draft: int) -> None:

@@ -66,6 +66,7 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
         accepted = f"0 to {len(ids)}, the number of ids"
         raise SpecwireError.field("rows_from", request.rows_from, accepted)
     stop_ids = frozenset(check_stop_ids(request.stop_token_ids, limits.vocab_size))
+    whole = request.HasField("prompt_logprobs")
     return OpenSpec(
         ids=ids,
         prompt_len=request.prompt_len or len(ids),
@@ -80,6 +81,12 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
         rows_from=request.rows_from,
         lease_s=(request.lease_ms or limits.lease_ms) / 1000,
         free_run=request.free_run,
+        row_window=request.row_window,
+        # Tokens that do not run have no log probabilities: such a prompt runs whole.
+        fork_of=None if whole or not request.HasField("fork_of") else key_of(request.fork_of),
+        priority=request.priority,
+        takes_prefix=not (request.no_prefix_cache or whole),
+        publishes=not request.no_prefix_cache,
     )
 
 

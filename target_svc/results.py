@@ -13,9 +13,11 @@ from target_svc.sessions import Session, Step
 
 
 def end_chunk(session: Session, item: Item, rows: Rows | None) -> None:
-    """A prompt chunk with more to come."""
-    session.prefilled += len(item.ids)
-    _send_rows(session, 0, item.start, rows)
+    """A prompt chunk with more to come, run for the first time or again."""
+    assert session.table is not None and session.computed is not None
+    if session.opening:
+        session.computed = max(session.computed, session.table.length)
+        _send_rows(session, 0, item.start, rows)
 
 
 def keep_scores(session: Session, item: Item, result: ItemResult) -> None:
@@ -32,8 +34,8 @@ def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdi
     new_len = len(session.ids)
     assert session.table is not None
     session.table.truncate(new_len - 1)
-    session.prefilled = len(session.spec.ids)
-    rows_start = session.spec.rows_from if opening else base - 1
+    session.computed = new_len - 1
+    rows_start = session.rows_start if opening else base - 1
     session.finished = bool(kept.finish)
     session.done_step = step.step_id
     session.verdict = target_pb2.Verdict(
@@ -51,6 +53,7 @@ def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdi
         width=step.width,
         logprobs=map(_scored, result.logprobs[: len(kept.tokens)]),
         prompt_logprobs=map(_scored, session.prompt_scores) if opening else (),
+        cached_tokens=session.cached if opening else 0,
     )
     session.prompt_scores.clear()
     return session.verdict
@@ -93,7 +96,7 @@ def _send_rows(
     """Keeps and pushes the rows of [start, end), except those that the draft already has."""
     if session.sink is None or rows is None:
         return
-    skip = max(0, session.spec.rows_from - start) if session.opening else 0
+    skip = max(0, session.rows_start - start) if step_id == 0 else 0
     wanted = rows[skip : None if end is None else end - start]
     if len(wanted):
         session.history.add(start + skip, wanted)

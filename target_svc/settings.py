@@ -22,6 +22,11 @@ class TargetSettings(EngineSettings, ServiceSettings):
         "exact", description="what a session gets that does not say"
     )
     max_draft_tokens: int = Field(7, ge=0, le=64, description="most draft ids of a verify step")
+    preempt_idle_ms: int = Field(
+        500,
+        ge=0,
+        description="a session without a step for so long gives its pages to any that needs some",
+    )
     max_waiting: int = Field(256, ge=0, description="sessions that may wait for KV pages")
     lease_ms: int = Field(
         10_000,

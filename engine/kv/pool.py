@@ -75,6 +75,11 @@ class PageTable:
         self.names = list(prefix.names[: length // self._pool.page_tokens])
         self.length = length
 
+    def lacking(self, prefix: Prefix, shared: int, length: int) -> int:
+        """Free pages that adopting `shared` positions and a `reserve(length)` would take."""
+        whole = prefix.pages[: shared // self._pool.page_tokens]
+        return self._pool.pages_for(length) - sum(self._pool.held(page) for page in whole)
+
     def shared(self) -> Prefix:
         """What another table may adopt."""
         return Prefix(tuple(self.pages), tuple(self.names))

@@ -2,6 +2,8 @@
 
     with Client("127.0.0.1:7070") as client:
         print(client.generate(prompt="The capital of France is", max_tokens=16).text)
+        for answer in client.generate(prompt="Once", n=3, logprobs=2).choices:
+            print(answer.text, answer.logprobs[0].top)
         for event in client.stream(messages=[{"role": "user", "content": "Hello"}]):
             if isinstance(event, Delta):
                 print(event.text, end="")

@@ -128,8 +128,9 @@ class Target:
 
 
 @asynccontextmanager
-async def target(engine: ToyEngine | None = None, **settings: Any) -> AsyncIterator[Target]:
-    """Starts a target on a fresh socket; `settings` are those of `TargetSettings`."""
+async def target(engine: Any = None, **settings: Any) -> AsyncIterator[Target]:
+    """Starts a target on a fresh socket; `settings` are those of `TargetSettings`. The engine is a
+    toy unless one is given."""
     engine = engine or ToyEngine()
     with tempfile.TemporaryDirectory() as folder:
         chosen = {"address": f"unix:{Path(folder) / 't.sock'}", "drain_ms": 0, **settings}
@@ -141,7 +142,8 @@ async def target(engine: ToyEngine | None = None, **settings: Any) -> AsyncItera
             ) as channel:
                 yield Target(app, engine, channel)
         finally:
-            engine.gate.set()
+            if isinstance(engine, ToyEngine):
+                engine.gate.set()
             await app.stop()
 
 
