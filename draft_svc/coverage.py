@@ -35,12 +35,12 @@ class Coverage:
     def empty(self) -> bool:
         return self.start == self.end
 
-    def restore(self, end: int) -> None:
-        """A cache had the rows [0, end). Rows that begin later replace them: a target does not run
-        every cached token again.
+    def restore(self, start: int, end: int) -> None:
+        """A cache had the rows [start, end). Rows that begin later replace them: a target does not
+        run every cached token again.
         """
         if self.empty and self._last_step < 0:
-            self.start, self.end, self._restored = 0, end, True
+            self.start, self.end, self._restored = start, end, True
 
     def offer(self, step_id: int, block: RowBlock) -> list[RowBlock]:
         """Takes a chunk. Returns what it confirms at once, which is something only for a step that

@@ -25,8 +25,8 @@ class OpenJob:
     ids: Sequence[int]
     sampling: Sampling
     target_fingerprint: str
-    # Called with the error, or with the end of the rows that the context has already.
-    done: Callable[[SpecwireError | None, int], None]
+    # Called with the error, or with the interval of rows that the context has already.
+    done: Callable[[SpecwireError | None, tuple[int, int]], None]
 
 
 @dataclass(frozen=True, slots=True)

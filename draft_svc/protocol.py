@@ -123,7 +123,7 @@ class Protocol:
         )
         session.renew(now)
 
-        def done(error: SpecwireError | None, have_rows: int) -> None:
+        def done(error: SpecwireError | None, have_rows: tuple[int, int]) -> None:
             self._opened(session, error, have_rows)
 
         return session, OpenJob(session.handle, ids, sampling, request.target_fingerprint, done)
@@ -146,16 +146,19 @@ class Protocol:
     def _lease(self, wanted_ms: int) -> int:
         return min(wanted_ms or self.limits.lease_ms, self.limits.max_lease_ms)
 
-    def _opened(self, session: Session, error: SpecwireError | None, have_rows: int) -> None:
+    def _opened(
+        self, session: Session, error: SpecwireError | None, have_rows: tuple[int, int]
+    ) -> None:
         if not self.sessions.holds(session):
             self.metrics.event("late_open")
             return
         session.opened = True
         session.renew(_now())
         if error is None:
-            if session.coverage is not None and have_rows:
-                session.coverage.restore(have_rows)
-                self.metrics.cached(session.info.method, have_rows)
+            start, end = have_rows
+            if session.coverage is not None and start < end:
+                session.coverage.restore(start, end)
+                self.metrics.cached(session.info.method, end - start)
             session.open_reply(replies.opened(session))
             return
         self.metrics.event(error.reason.value.lower())

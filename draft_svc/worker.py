@@ -153,7 +153,7 @@ class Worker:
         return results
 
     def _open(self, job: OpenJob) -> Result:
-        done, error, have_rows = job.done, None, 0
+        done, error, have_rows = job.done, None, (0, 0)
         method = self._methods[job.handle.method]
         try:
             job.handle.context = method.open(job.ids, job.sampling)

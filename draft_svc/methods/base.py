@@ -152,12 +152,12 @@ class Method(ABC, Generic[ContextT]):
     def open(self, ids: Sequence[int], sampling: Sampling) -> ContextT:
         """A session that committed `ids` so far."""
 
-    def restore(self, context: ContextT, target: str) -> int:
-        """Takes what a cache has of a context that was just opened: the rows of positions [0, end)
-        need not come, and `end`, below the committed length, is returned. `target` is the
-        fingerprint of the model whose rows they are; without one nothing is taken or kept.
+    def restore(self, context: ContextT, target: str) -> tuple[int, int]:
+        """Takes what a cache has of a context that was just opened: the rows of positions
+        [start, end), returned, with end below the committed length. `target` is the fingerprint of
+        the model whose rows they are; without one nothing is taken or kept.
         """
-        return 0
+        return 0, 0
 
     @abstractmethod
     def update(

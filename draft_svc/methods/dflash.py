@@ -8,13 +8,14 @@ same noise, same filters, the index of the token being drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draft_svc.context_names import ContextNames
 from draft_svc.costs import measure
 from draft_svc.methods.base import (
     REASON_CAPACITY,
@@ -48,13 +49,15 @@ class DFlashContext:
     """Committed ids and the context K/V: positions [origin, end) are in `table`, `pending` rows
     follow it.
 
-    `root` begins the names of its pages in the cache; None: they are not shared.
+    `root` begins the names of its pages in the cache, `base` those of a context from position 0 on;
+    None: they are not shared.
     """
 
     ids: list[int]
     sampling: Sampling
     table: PageTable
     origin: int = 0
+    base: bytes | None = None
     root: bytes | None = None
     pending: list[RowBlock] = field(default_factory=list)
 
@@ -66,17 +69,24 @@ class DFlashContext:
     def pending_rows(self) -> int:
         return sum(len(block.rows) for block in self.pending)
 
+    @property
+    def begins_anew(self) -> bool:
+        """The pending rows are the first, or leave a gap behind what there is."""
+        start = self.pending[0].start
+        return self.table.length == 0 or start > self.end
+
     def add_rows(self, blocks: Sequence[RowBlock]) -> None:
-        """Rows to be written: behind what there is, or leaving a gap; then the context begins with
-        them. Where pages are short for long, the oldest rows are given up.
-        """
+        """Rows to be written. Where pages are short for long, the oldest rows are given up."""
         self.pending += blocks
         while len(self.pending) > 1 and self.pending_rows > _PENDING_ROWS:
             self.pending.pop(0)
-        if self.pending and (self.table.length == 0 or self.pending[0].start > self.end):
-            self.table.truncate(0)
-            self.table.trim()
-            self.origin = self.pending[0].start
+
+    def begin(self, origin: int) -> None:
+        """Forgets the context; another one begins at `origin`."""
+        self.table.truncate(0)
+        self.table.trim()
+        self.origin = origin
+        self.pending = _nonempty(block.clip(origin, block.end) for block in self.pending)
 
     def next_rows(self, limit: int) -> ContextRows:
         """The first pending rows, at most `limit`, that are not in the table yet."""
@@ -86,8 +96,7 @@ class DFlashContext:
         return ContextRows(self.table, start, _tensor(rows), self.origin)
 
     def drop_written(self) -> None:
-        rest = [block.clip(self.end, block.end) for block in self.pending]
-        self.pending = [block for block in rest if len(block.rows)]
+        self.pending = _nonempty(block.clip(self.end, block.end) for block in self.pending)
 
     def truncate(self, keep: int) -> None:
         """Forgets ids beyond `keep`, and the context of what they made: the anchor's row comes
@@ -98,8 +107,7 @@ class DFlashContext:
         del self.ids[keep:]
         limit = max(keep - 1, 0)
         self.table.truncate(min(self.table.length, max(limit - self.origin, 0)))
-        clipped = [block.clip(0, limit) for block in self.pending]
-        self.pending = [block for block in clipped if len(block.rows)]
+        self.pending = _nonempty(block.clip(0, limit) for block in self.pending)
 
 
 class DFlashMethod(Method[DFlashContext]):
@@ -119,6 +127,7 @@ class DFlashMethod(Method[DFlashContext]):
         self._model, self._confidences = loaded.model, confidences
         config = loaded.model.config
         self._unwritten: dict[DFlashContext, None] = {}
+        self._names = ContextNames(loaded.model.pool.page_tokens)
         self._row_width = config.row_width
         self._max_length = min(max_length or config.max_positions, config.max_positions)
         self._info = MethodInfo(
@@ -150,28 +159,49 @@ class DFlashMethod(Method[DFlashContext]):
     def open(self, ids: Sequence[int], sampling: Sampling) -> DFlashContext:
         return DFlashContext(list(ids), sampling, self._model.pool.allocate(0))
 
-    def restore(self, context: DFlashContext, target: str) -> int:
+    def restore(self, context: DFlashContext, target: str) -> tuple[int, int]:
         """Context K/V of position p follows from the ids up to p, the target and the draft: other
         sessions' pages will do.
         """
         if not target:
-            return 0
-        context.root = chain_root(self.name, self._info.fingerprint, target)
+            return 0, 0
+        context.base = chain_root(self.name, self._info.fingerprint, target)
         limit = min(len(context.ids) - 1, self._max_length)
-        prefix = context.table.find(context.root, context.ids, limit)
-        end = len(prefix.pages) * self._model.pool.page_tokens
-        context.table.adopt(prefix, end)
-        return end
+        found = self._names.find(context.table, context.base, context.ids, limit)
+        context.origin, context.root = found.origin, found.root
+        context.table.adopt(found.prefix, max(found.end - found.origin, 0))
+        return found.origin, found.end
 
     def update(
         self, context: DFlashContext, keep: int, tokens: Sequence[int], rows: Sequence[RowBlock]
     ) -> None:
         context.truncate(keep)
         context.ids += tokens
-        clipped = [block.clip(0, self._max_length) for block in rows]
-        context.add_rows([block for block in clipped if len(block.rows)])
+        context.add_rows(_nonempty(block.clip(0, self._max_length) for block in rows))
         if context.pending:
+            if context.begins_anew:
+                self._begin(context)
             self._unwritten[context] = None
+
+    def _begin(self, context: DFlashContext) -> None:
+        """Begins where the pending rows do, or a little later, at the edge of a page, where enough
+        of them are left: then other sessions can use it.
+        """
+        size = self._model.pool.page_tokens
+        start, end = context.pending[0].start, context.pending[-1].end
+        edge = -(-start // size) * size
+        context.begin(edge if edge + size < end else start)
+        context.root = None
+        if context.base is not None:
+            context.root = self._names.begin(context.base, context.ids, context.origin)
+
+    def _publish(self, context: DFlashContext) -> None:
+        """Lets other sessions use the pages that are full by now."""
+        table = context.table
+        if context.root is not None and table.length // self._model.pool.page_tokens > len(
+            table.names
+        ):
+            table.publish(context.root, context.ids[context.origin :], table.length)
 
     def work(self) -> bool:
         """Writes what rounds without a proposal leave."""
@@ -197,8 +227,7 @@ class DFlashMethod(Method[DFlashContext]):
             context.drop_written()
             if not context.pending:
                 self._unwritten.pop(context, None)
-            if context.root is not None and context.origin == 0:
-                context.table.publish(context.root, context.ids, context.end)
+            self._publish(context)
 
     def _lacks_pages(self, context: DFlashContext) -> bool:
         try:
@@ -287,6 +316,10 @@ class DFlashMethod(Method[DFlashContext]):
         while self.work():
             pass
         return contexts
+
+
+def _nonempty(blocks: Iterable[RowBlock]) -> list[RowBlock]:
+    return [block for block in blocks if len(block.rows)]
 
 
 def _tensor(rows: RawRows) -> Tensor:

@@ -91,7 +91,7 @@ class HybridMethod(Method[HybridContext]):
     def open(self, ids: Sequence[int], sampling: Sampling) -> HybridContext:
         return HybridContext(self._lookup.open(ids, sampling), self._neural.open(ids, sampling))
 
-    def restore(self, context: HybridContext, target: str) -> int:
+    def restore(self, context: HybridContext, target: str) -> tuple[int, int]:
         return self._neural.restore(context.neural, target)
 
     def update(

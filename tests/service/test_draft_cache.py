@@ -92,7 +92,7 @@ def opened(
     method: DFlashMethod, ids: Sequence[int], target: str = "target"
 ) -> tuple[DFlashContext, int]:
     context = method.open(ids, GREEDY)
-    return context, method.restore(context, target)
+    return context, method.restore(context, target)[1]
 
 
 def commit(method: DFlashMethod, context: DFlashContext, tokens: Sequence[int], have: int) -> None:
@@ -225,15 +225,40 @@ def test_rows_may_begin_behind_what_the_cache_had(
     method.close(second)
 
 
-def test_a_context_that_begins_late_is_not_shared(method: DFlashMethod) -> None:
-    ids = text(70, seed=10)
+@pytest.mark.parametrize(("begin", "origin"), [(16, 16), (21, 32)])
+def test_a_context_that_begins_late_is_shared_too(
+    method: DFlashMethod, loaded: LoadedDraft, begin: int, origin: int
+) -> None:
+    """DF-37: what the target's cache had before this draft existed never gets rows; turn 2 goes on
+    from those that came.
+    """
+    ids = text(70, seed=begin)
     late, _ = opened(method, ids)
-    commit(method, late, [5], 16)
-    assert len(ask(method, late)) == 7
+    commit(method, late, [5], begin)
+    assert late.origin == origin
+    assert ask(method, late) == direct(loaded, late.ids, origin)
     method.close(late)
-    again, have = opened(method, ids)
+    other = [*ids]
+    other[3] += 1  # before the rows begin, and yet another text
+    context, have = opened(method, [*other, 5, 6])
     assert have == 0
-    method.close(again)
+    method.close(context)
+    again = method.open([*late.ids, *text(9, seed=80)], GREEDY)
+    end = origin + (70 - origin) // PAGE * PAGE
+    assert method.restore(again, "target") == (origin, end)
+    commit(method, again, [7], end)
+    assert ask(method, again) == direct(loaded, again.ids, origin)
+    # Rows from 0 on make a context of their own; the one that reaches further is found.
+    fresh = method.open(ids, GREEDY)
+    fresh.base = fresh.root = late.base
+    commit(method, fresh, [5], 0)
+    ask(method, fresh)
+    third = method.open(again.ids, GREEDY)
+    assert method.restore(third, "target")[0] == origin
+    fourth = method.open([*ids, 5], GREEDY)
+    assert method.restore(fourth, "target") == (0, 64)  # both reach 64: the longer one
+    for context in (again, fresh, third, fourth):
+        method.close(context)
 
 
 def test_rows_of_many_sessions_are_written_together(
@@ -308,7 +333,7 @@ def test_a_hybrid_has_what_its_drafter_has(method: DFlashMethod, loaded: LoadedD
     ask(method, first)
     method.close(first)
     context = hybrid.open([*ids, 5, 6], GREEDY)
-    assert hybrid.restore(context, "target") == 48
+    assert hybrid.restore(context, "target") == (0, 48)
     known = [*ids, 5, 6, 7]
     hybrid.update(context, 52, [7], [RowBlock(48, rows_of(known)[48:52])])
     (draft,) = hybrid.propose([Request(context, 7)])
@@ -318,13 +343,13 @@ def test_a_hybrid_has_what_its_drafter_has(method: DFlashMethod, loaded: LoadedD
 
 def test_coverage_after_a_restore() -> None:
     coverage = Coverage(40, 1 << 20)
-    coverage.restore(32)
+    coverage.restore(0, 32)
     rows = np.zeros((8, 1), dtype=np.uint16)
     assert coverage.offer(0, RowBlock(32, rows)) == []
     (taken,) = coverage.confirm(0, 40, 41)
     assert (taken.start, taken.end, coverage.start, coverage.end) == (32, 40, 0, 40)
     late = Coverage(40, 1 << 20)
-    late.restore(16)
+    late.restore(0, 16)
     late.offer(0, RowBlock(24, rows))
     late.offer(0, RowBlock(32, rows))
     with pytest.raises(RowsRefused, match="gap"):
