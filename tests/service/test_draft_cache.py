@@ -24,7 +24,8 @@ from draft_svc.methods.base import (
     Request,
     RowBlock,
 )
-from draft_svc.methods.dflash import DFlashContext, DFlashMethod
+from draft_svc.methods.dflash import DFlashMethod
+from draft_svc.methods.dflash_context import DFlashContext
 from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
 from engine.api import Sampling
@@ -311,7 +312,7 @@ def test_rows_without_pages_are_bounded(
     loaded: LoadedDraft, method: DFlashMethod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session that gets no pages keeps its newest rows, and begins late when it gets some."""
-    monkeypatch.setattr("draft_svc.methods.dflash._PENDING_ROWS", 24)
+    monkeypatch.setattr("draft_svc.methods.dflash_context._PENDING_ROWS", 24)
     hoard = loaded.model.pool.allocate(loaded.model.pool.stats().free * PAGE)
     context, _ = opened(method, text(40, seed=60))
     commit(method, context, [5], 0)

@@ -21,7 +21,8 @@ from draft_svc.methods.base import (
     Request,
     RowBlock,
 )
-from draft_svc.methods.dflash import DFlashContext, DFlashMethod
+from draft_svc.methods.dflash import DFlashMethod
+from draft_svc.methods.dflash_context import DFlashContext
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.models.dflash import Block, DFlashOptions, LoadedDraft, load_dflash
