@@ -54,6 +54,17 @@ def tokenizer_hash(document: bytes) -> str:
     return hashlib.sha256(document).hexdigest()
 
 
+def token_table(document: bytes) -> dict[int, str]:
+    """The token behind every id, added ones included; empty where the document lists none."""
+    tokenizer = json.loads(document)["tokenizer"]
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        table = {index: token for token, index in vocabulary.items()}
+    else:  # unigram models list (token, score) by id
+        table = {index: entry[0] for index, entry in enumerate(vocabulary)}
+    return table | {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
+
+
 def read_document(directory: Path) -> bytes:
     """The document of a checkpoint directory: written at import (GGUF), or built from its files."""
     ready = directory / TOKENIZER_FILE

@@ -7,43 +7,21 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from engine.settings import EngineSettings
 from specwire.settings import ServiceSettings
 
 
-class TargetSettings(ServiceSettings):
+class TargetSettings(EngineSettings, ServiceSettings):
     """The target service: owns a model and its KV pages, draws every token, exports rows."""
 
     model_config = SettingsConfigDict(env_prefix="SPECWIRE_TARGET_")
 
     address: str = Field("unix:/tmp/specwire-target.sock", description="where to listen")
     model: str = Field("default", description="a directory, a .gguf file, or `default`")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of the weights: auto, bfloat16 or float32"
-    )
-    kv_dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of the KV cache: auto, bfloat16 or float32"
-    )
-    device: str = Field("auto", description="cpu or cuda")
-    attention_backend: str | None = Field(
-        None, description="attention backend by name; refused, never replaced, when it does not fit"
-    )
-    kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="native C kernels, or torch's"
-    )
-    threads: int = Field(0, ge=0, le=1024, description="threads of the engine; 0: as many as cores")
-    max_length: int | None = Field(
-        None, ge=2, description="longest session in tokens; unset: the model's own limit"
-    )
-    page_tokens: int = Field(16, ge=1, le=4096, description="tokens of one KV page")
-    kv_pages: int | None = Field(None, ge=1, description="KV pages; unset: from kv_memory_mb")
-    kv_memory_mb: int = Field(1024, ge=1, description="memory of the KV cache in MiB")
     exactness: Literal["exact", "fast"] = Field(
         "exact", description="what a session gets that does not say"
     )
     max_draft_tokens: int = Field(7, ge=0, le=64, description="most draft ids of a verify step")
-    prefill_chunk_tokens: int = Field(
-        256, ge=1, description="prompt tokens that one step runs beside the verify blocks"
-    )
     preempt_idle_ms: int = Field(
         500,
         ge=0,

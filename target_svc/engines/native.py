@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from engine.api import Item
-from engine.config import EngineConfig
 from engine.default_model import tokenizer_document
 from engine.errors import BackendUnavailable, CheckpointError, EngineError
 from engine.runner import load_engine
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 def load_native(settings: TargetSettings) -> Loaded:
     """Loads the weights and runs small steps, so that the first request finds everything warm."""
     try:
-        engine = load_engine(_config(settings))
+        engine = load_engine(settings.engine_config(settings.model))
         log.info("warming up")
         table = engine.allocate(8)
         for start, ids, draws in ((0, [1, 2, 3], 1), (3, [4, 5], 2)):
@@ -33,20 +32,3 @@ def load_native(settings: TargetSettings) -> Loaded:
         raise SpecwireError(Reason.CHECKPOINT_INVALID, str(error)) from error
     except EngineError as error:
         raise SpecwireError(Reason.SETTINGS_INVALID, str(error)) from error
-
-
-def _config(settings: TargetSettings) -> EngineConfig:
-    return EngineConfig(
-        model=settings.model,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        device=settings.device,
-        attention_backend=settings.attention_backend,
-        kernels=settings.kernels,
-        max_length=settings.max_length,
-        kv_pages=settings.kv_pages,
-        kv_memory_mb=settings.kv_memory_mb,
-        page_tokens=settings.page_tokens,
-        threads=settings.threads,
-        prefill_chunk=settings.prefill_chunk_tokens,
-    )
