@@ -9,9 +9,10 @@ from typing import Any
 
 from coordinator.links import Link
 from coordinator.metrics import Metrics
-from coordinator.placement import DraftWorker, Fleet
-from coordinator.session import Deliver, Session
+from coordinator.placement import PLAIN, Fleet, Group
+from coordinator.session import Deliver, Session, SessionSpec
 from coordinator.validation import check
+from coordinator.workers import DraftWorker, TargetWorker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from specwire.v1 import generate_pb2, generate_pb2_grpc
@@ -31,9 +32,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> None:
-        session = self._admit(request, context)
+        group, spec = self._admit(request, context)
         number = next(self._numbers)
-        live = self.sessions[number] = Session(self._fleet, number, *session)
+        live = self.sessions[number] = Session(group, number, spec, group.text)
         # A call that was cut while nothing of ours awaited is closed all the same.
         context.add_done_callback(lambda _: live.close())
 
@@ -62,13 +63,13 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             if outcome != "ok":
                 self._metrics.failed(live.record.method, outcome)
 
-    def _admit(self, request: generate_pb2.GenerateRequest, context: Any) -> tuple[Any, Any]:
-        settings, target = self._fleet.settings, self._fleet.target
+    def _admit(
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> tuple[Group, SessionSpec]:
+        settings = self._fleet.settings
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this coordinator is shutting down")
-        if not target.link.ready or target.text is None:
-            why = target.link.reason or "not connected yet"
-            raise SpecwireError(Reason.NO_TARGET, f"the target is {target.link.state}: {why}")
+        group = self._fleet.group(request.model)
         if len(self.sessions) >= settings.max_sessions:
             text = f"{settings.max_sessions} requests run already"
             limit = {"limit": str(settings.max_sessions)}
@@ -77,42 +78,54 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
         found = dict(context.invocation_metadata() or ())
         traceparent = str(found.get("traceparent", ""))[:64]
-        return check(request, self._fleet, target.text, deadline, traceparent), target.text
+        return group, check(request, group, group.text, deadline, traceparent)
 
     async def GetInfo(
         self, request: generate_pb2.GenerationServiceGetInfoRequest, context: Any
     ) -> generate_pb2.GenerationServiceGetInfoResponse:
-        fleet, info = self._fleet, self._fleet.target.info
-        workers = [self._target(), *map(_draft, fleet.drafts)]
+        fleet = self._fleet
+        groups = fleet.groups()
+        first = groups[0] if groups else None
+        info = first.target.info if first is not None else None
         return generate_pb2.GenerationServiceGetInfoResponse(
             version=metadata.version("specwire"),
             protocol_major=PROTOCOL_MAJOR,
             protocol_minor=PROTOCOL_MINOR,
             model=info.model if info is not None else None,
-            workers=workers,
-            methods=fleet.methods(),
-            default_method=fleet.default_method(),
+            workers=[*(_target(t, first) for t in fleet.targets), *map(_draft, fleet.drafts)],
+            methods=first.methods() if first is not None else [PLAIN],
+            default_method=first.default_method() if first is not None else PLAIN,
             default_exactness=info.default_exactness if info is not None else None,
             contract_levels=info.contract_levels if info is not None else (),
-            default_num_speculative_tokens=fleet.settings.num_speculative_tokens,
+            # Zero: chosen for each round.
+            default_num_speculative_tokens=0
+            if fleet.settings.adaptive_k
+            else fleet.settings.num_speculative_tokens,
         )
-
-    def _target(self) -> _Worker:
-        target = self._fleet.target
-        worker = _worker("target", target.link)
-        if target.info is not None:
-            worker.attention.CopyFrom(target.info.attention)
-            worker.device = target.info.worker.device
-        return worker
 
 
 def _worker(role: str, link: Link[Any]) -> _Worker:
     return _Worker(role=role, address=link.address, state=link.state, reason=link.reason)
 
 
+def _target(target: TargetWorker, first: Group | None) -> _Worker:
+    worker = _worker("target", target.link)
+    if target.info is not None:
+        worker.attention.CopyFrom(target.info.attention)
+        worker.device = target.info.worker.device
+        name, fingerprint, tokenizer = target.model_key or ("", "", "")
+        if first is not None and target not in first.targets:
+            said = f"serves another model than the first target: {name}, fingerprint {fingerprint}"
+            said += f", tokenizer {tokenizer[:16]}"
+            worker.reason = "; ".join(filter(None, [worker.reason, said]))
+    if target.draining:
+        worker.reason = "; ".join(filter(None, [worker.reason, "takes no new sessions"]))
+    return worker
+
+
 def _draft(draft: DraftWorker) -> _Worker:
     worker = _worker("draft", draft.link)
-    fitting, refused = draft.judge()
+    fitting, refused = draft.judge_all()
     if refused:
         worker.reason = "; ".join([*filter(None, [worker.reason]), *refused.values()])
         if not fitting:

@@ -16,10 +16,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from coordinator.drafting import Drafting
-from coordinator.links import Mailbox
-from coordinator.placement import PLAIN, Choice, Fleet
+from coordinator.mailbox import Mailbox
+from coordinator.place import Place
+from coordinator.placement import PLAIN, Choice, Group
 from coordinator.record import Record, remaining_ms, worked_ns
 from coordinator.text import TextModel, TextStream
+from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError, from_item
 from specwire.rpc import encode_ids
 from specwire.v1 import common_pb2, generate_pb2, target_pb2
@@ -31,6 +33,8 @@ Deliver = Callable[[generate_pb2.Delta], Awaitable[None]]
 _ROW_REFUSALS = (Reason.PUSH_ADDRESS_REFUSED, Reason.ROWS_REFUSED)
 # The target lost the session (restart, lease, link): opening it again helps.
 _LOST = (Reason.ENGINE_DOWN, Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
+# The target takes no session now; another one may.
+_ELSEWHERE = (Reason.DRAINING, Reason.QUEUE_FULL, Reason.KV_PAGES_EXHAUSTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +55,55 @@ class SessionSpec:
     deadline: float | None
     request_id: str = ""
     traceparent: str = ""
+    # Whether `k` is only the most that a round may ask for.
+    adaptive_k: bool = False
 
 
 class Session:
-    def __init__(self, fleet: Fleet, session_id: int, spec: SessionSpec, text: TextModel) -> None:
+    def __init__(
+        self,
+        group: Group,
+        session_id: int,
+        spec: SessionSpec,
+        text: TextModel,
+        target: TargetWorker | None = None,
+    ) -> None:
+        """`target`: where the session must begin; unset: wherever it is placed."""
         self.spec = spec
         method = spec.choice.drafter.method if spec.choice is not None else PLAIN
         self.record = Record(method)
-        self._fleet, self._target, self._settings = fleet, fleet.target, fleet.settings
+        self._group, self._settings = group, group.settings
+        self._place = Place(group, spec.prompt, spec.max_tokens, spec.exactness, target)
         self._session_id, self._generation = session_id, 0
         self._ids = list(spec.prompt)
         self._text = TextStream(text, spec.stops)
         self._drafting = Drafting(
-            choice=spec.choice,
+            group=group,
+            target=self._target,
+            method="" if spec.choice is None else method,
             sampling=spec.sampling,
             k=spec.k,
+            adaptive=spec.adaptive_k,
             deadline=spec.deadline,
-            target=self._target,
-            settings=self._settings,
             record=self.record,
         )
         self._mail = Mailbox()
         self._closed = False
-        self._reopened = False
         # The step awaited, the draft tokens sent with it, and when it was asked; 0: unasked.
         self._step, self._sent, self._sent_ns = 0, 0, 0
         # Verdicts that still come unasked after the awaited one.
         self._unasked = 0
         # When the latest verdict arrived.
         self._verdict_ns = 0
+
+    @property
+    def _target(self) -> TargetWorker:
+        return self._place.target
+
+    @property
+    def target(self) -> TargetWorker:
+        """Where the session runs now."""
+        return self._place.target
 
     @property
     def emitted(self) -> int:
@@ -105,7 +129,7 @@ class Session:
                 if self._unasked:
                     self._follow()
                 else:
-                    self._verify(await self._drafting.proposal() if k else [])
+                    await self._next(await self._drafting.proposal() if k else [])
         finally:
             self.close()
 
@@ -116,13 +140,14 @@ class Session:
         self._closed = True
         self._drafting.close()
         self._close_target()
+        self._place.leave(self._ids)
 
     # -- open ------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
         """Draft first, target second: rows must find their session."""
         self._generation += 1
-        await self._drafting.open(self._key(), self._ids)
+        await self._drafting.open(self._key(), self._ids, self._target)
         self._open_target()
 
     def _open_target(self) -> None:
@@ -150,20 +175,14 @@ class Session:
         self._send(target_pb2.TargetItem(open=request))
 
     async def _reopen(self, error: SpecwireError) -> None:
-        """Once per session: the same model, back in time, goes on from the committed ids."""
-        identity = self._target.identity
-        if self._reopened:
-            raise self._gone(error)
-        self._reopened = True
+        """The target lost the session: it goes on from the committed ids, there or elsewhere."""
         self.record.fell_back("target_lost")
         self._close_target()
-        wait_s = self._settings.target_return_ms / 1000
-        if self.spec.deadline is not None:
-            wait_s = min(wait_s, self.spec.deadline - asyncio.get_running_loop().time())
-        if not await self._target.link.wait_ready(wait_s):
+        here = self._target
+        stays = error.reason in (Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
+        if not await self._place.again(self._ids, self.spec.deadline, stays=stays):
             raise self._gone(error)
-        if self._target.identity != identity:
-            raise self._gone(error)
+        self.record.target_moves += self._target is not here
         await self._open()
 
     def _gone(self, error: SpecwireError) -> SpecwireError:
@@ -177,6 +196,8 @@ class Session:
         ids = [*self._ids, *verdict.tokens]
         if verdict.step_id == 0:
             self._drafting.first_context(worked_ns(verdict.timings) / 1e9)
+        if self._unasked:
+            self._drafting.ran_ahead()
         k = 0 if self._unasked else self._k(len(ids))
         self._drafting.advance(verdict, ids, k)
         return k
@@ -188,17 +209,21 @@ class Session:
             return 0
         remaining = self.spec.max_tokens - (length - len(self.spec.prompt))
         room = info.model.max_length_tokens - length
-        limits = (remaining - 1, room, info.max_draft_tokens, self._drafting.k_limit(length))
-        return max(0, min(limits))
+        most = min(remaining - 1, room, info.max_draft_tokens)
+        return self._drafting.plan(self._step, length, most)
+
+    async def _next(self, draft: list[int]) -> None:
+        """Sends the next step; without a drafter, tries to get one again first."""
+        left = self.spec.max_tokens - self.emitted
+        if not self._drafting.attached and self._drafting.reattach(self._step, self._ids, left):
+            self._close_target()
+            await self._open()
+        else:
+            self._verify(draft)
 
     def _verify(self, draft: list[int]) -> None:
-        """Sends the next step. Without an attached drafter the target may run ahead."""
-        if not self._drafting.attached:
-            self._drafting.reattach(self._step, self._ids)
-        # While a drafter is expected back the runs are short, so that it is noticed.
-        window = self._settings.free_run
-        window = min(window, 8) if self._drafting.wanted else window
-        self._unasked = 0 if self._drafting.attached else window
+        """Sends the next step. Where nothing is drafted the target may run ahead."""
+        self._unasked = 0 if draft else self._drafting.free_run()
         self._step += 1
         self._sent = len(draft)
         request = target_pb2.Verify(
@@ -264,8 +289,11 @@ class Session:
             self._drafting.refuse_rows(error.reason.lower())
             self._close_target()
             await self._open()
-        elif error.reason in _LOST:
+        elif error.reason in _LOST or (error.reason in _ELSEWHERE and self.emitted):
             await self._reopen(error)
+        elif error.reason in _ELSEWHERE and self._step == 0 and self._place.other(error.reason):
+            self._close_target()
+            await self._open()
         else:
             raise error
 
@@ -279,7 +307,9 @@ class Session:
         else:
             self.record.step(self._sent, verdict.accepted)
             self.record.spent("verify", worked)
-            self._target.note_step(verdict.timings.compute_ns / 1e9)
+            self._drafting.judged(verdict.accepted)
+            took_ns = arrived_ns - (self._sent_ns or self._verdict_ns)
+            self._target.note_round(self._sent, verdict.base_len, took_ns / 1e9)
             if self._sent_ns:
                 self.record.spent("link", arrived_ns - self._sent_ns - worked)
                 waited = self._drafting.waited_ns
@@ -326,7 +356,7 @@ class Session:
 
     def _key(self) -> common_pb2.SessionKey:
         return common_pb2.SessionKey(
-            coordinator=self._fleet.incarnation,
+            coordinator=self._group.fleet.incarnation,
             session_id=self._session_id,
             generation=self._generation,
         )

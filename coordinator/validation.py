@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 
-from coordinator.placement import PLAIN, Choice, Fleet
+from coordinator.placement import PLAIN, Choice, Group
 from coordinator.session import SessionSpec
 from coordinator.text import ROLES, TextModel
 from specwire.errors import Reason, SpecwireError
@@ -22,7 +22,7 @@ _EXACTNESS = {
 
 def check(
     request: generate_pb2.GenerateRequest,
-    fleet: Fleet,
+    fleet: Group,
     text: TextModel,
     deadline: float | None,
     traceparent: str = "",
@@ -32,7 +32,7 @@ def check(
     if request.model and request.model != model.name:
         raise SpecwireError.field("model", request.model, model.name, Reason.MODEL_UNKNOWN)
     prompt = _prompt(request, text, model)
-    choice, k = _speculation(request, fleet)
+    choice, k, adaptive = _speculation(request, fleet)
     return SessionSpec(
         prompt=tuple(prompt),
         sampling=_sampling(request.sampling),
@@ -45,6 +45,7 @@ def check(
         return_ids=request.return_token_ids,
         choice=choice,
         k=k,
+        adaptive_k=adaptive,
         deadline=deadline,
         request_id=request.request_id,
         traceparent=traceparent,
@@ -137,7 +138,7 @@ def _stop_ids(request: generate_pb2.GenerateRequest, vocab_size: int) -> tuple[i
     return tuple(ids)
 
 
-def _exactness(given: common_pb2.Exactness, fleet: Fleet) -> common_pb2.Exactness:
+def _exactness(given: common_pb2.Exactness, fleet: Group) -> common_pb2.Exactness:
     if given in _EXACTNESS.values():
         return given
     if given != common_pb2.EXACTNESS_UNSPECIFIED:
@@ -146,21 +147,27 @@ def _exactness(given: common_pb2.Exactness, fleet: Fleet) -> common_pb2.Exactnes
     return _EXACTNESS.get(fleet.settings.exactness, fleet.target.info.default_exactness)
 
 
-def _speculation(request: generate_pb2.GenerateRequest, fleet: Fleet) -> tuple[Choice | None, int]:
-    """The drafter and K. Zero tokens a round is plain decoding."""
+def _speculation(
+    request: generate_pb2.GenerateRequest, fleet: Group
+) -> tuple[Choice | None, int, bool]:
+    """The drafter, K, and whether K is only the most. Zero tokens a round is plain decoding.
+
+    A request that names K gets exactly that many; one that does not leaves them to the policy.
+    """
     wanted = request.speculation
     choice = fleet.choose(wanted.method or fleet.default_method())
+    limit = choice.drafter.max_draft_tokens if choice is not None else 0
     if not wanted.HasField("num_speculative_tokens"):
-        limit = choice.drafter.max_draft_tokens if choice is not None else 0
-        return choice, min(fleet.settings.num_speculative_tokens, limit)
+        if fleet.settings.adaptive_k:
+            return choice, limit, True
+        return choice, min(fleet.settings.num_speculative_tokens, limit), False
     k = wanted.num_speculative_tokens
+    field = "speculation.num_speculative_tokens"
     if choice is None:
         if k:
-            field, accepted = "speculation.num_speculative_tokens", f"0 with method {PLAIN}"
-            raise SpecwireError.field(field, k, accepted)
-        return None, 0
-    limit = choice.drafter.max_draft_tokens
+            raise SpecwireError.field(field, k, f"0 with method {PLAIN}")
+        return None, 0, False
     if k > limit:
         accepted = f"0 to {limit}, the most that {choice.drafter.method} proposes"
-        raise SpecwireError.field("speculation.num_speculative_tokens", k, accepted)
-    return (choice, k) if k else (None, 0)
+        raise SpecwireError.field(field, k, accepted)
+    return (choice, k, False) if k else (None, 0, False)

@@ -168,7 +168,8 @@ class OneRoundLate:
 
 async def test_proposals_that_are_one_round_late_are_dropped() -> None:
     draft = ScriptedDraft(OneRoundLate())
-    async with world(draft, proposal_wait_min_ms=5, breaker_lates=1000) as made:
+    options = {"proposal_wait_min_ms": 5, "breaker_lates": 1000, "num_speculative_tokens": 3}
+    async with world(draft, **options) as made:
         result = await made.generate()
         assert list(result.token_ids) == WANTED
         assert result.acceptance.accepted_tokens == 0

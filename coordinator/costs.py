@@ -1,0 +1,146 @@
+"""What a worker's part of a round costs, by draft tokens, load and context: a table measured when
+the worker started gives the shape, what is seen since then corrects it. Pure: no clock, no asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+# Weight of the newest time in a running mean, and the most that one time may move it: a hiccup
+# must not keep a K from being tried again.
+_WEIGHT, _JUMP = 0.15, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One measured step: `tokens` draft tokens for each of `sessions` sessions."""
+
+    tokens: int
+    sessions: int
+    context: int
+    seconds: float
+
+
+class CostTable:
+    """Seconds by draft tokens, from the measured steps nearest in load and context."""
+
+    def __init__(self, costs: Iterable[Cost]) -> None:
+        self._groups: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        for cost in costs:
+            if cost.seconds > 0:
+                at = self._groups.setdefault((cost.sessions, cost.context), [])
+                at.append((cost.tokens, cost.seconds))
+        for points in self._groups.values():
+            points.sort()
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def seconds(self, tokens: int, sessions: int, context: int) -> float:
+        """Linear between the tokens measured, and on beyond them; 1.0 where nothing is known."""
+        if not self._groups:
+            return 1.0
+        distance = {
+            group: _octaves(group[0], sessions) + _octaves(group[1], context)
+            for group in self._groups
+        }
+        return _line(self._groups[min(distance, key=distance.__getitem__)], tokens)
+
+
+def _octaves(a: int, b: int) -> int:
+    return abs(max(a, 1).bit_length() - max(b, 1).bit_length())
+
+
+def _line(points: list[tuple[int, float]], x: int) -> float:
+    """Through rising points; flat below the first, never falling beyond the last."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    if len(points) == 1:
+        return points[0][1]
+    (x0, y0), (x1, y1) = points[-2:]
+    return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (x - x1)
+
+
+@dataclass(slots=True)
+class _Cell:
+    """What was seen at one load and context: mean seconds by draft tokens."""
+
+    seen: dict[int, float] = field(default_factory=dict)
+    shape: dict[int, float] = field(default_factory=dict)
+    curve: list[float] = field(default_factory=list)
+
+
+class Costs:
+    """Seconds of one worker's part of a round for 0..limit draft tokens."""
+
+    def __init__(self, table: Iterable[Cost] = ()) -> None:
+        self._table = CostTable(table)
+        self._cells: dict[tuple[int, int], _Cell] = {}
+
+    def note(self, tokens: int, sessions: int, context: int, seconds: float) -> None:
+        cell = self._cell(sessions, context)
+        before = cell.seen.get(tokens)
+        if before is None:
+            cell.seen[tokens] = seconds
+        else:
+            cell.seen[tokens] = before + _WEIGHT * (min(seconds, _JUMP * before) - before)
+        cell.curve = []
+
+    def curve(self, sessions: int, context: int, limit: int) -> list[float] | None:
+        """Seconds at [k] for k in 0..limit or more; None when nothing at all is known yet."""
+        cell = self._cell(sessions, context)
+        if len(cell.curve) <= limit:
+            found = cell if cell.seen else self._nearest(sessions, context)
+            if found is None and not self._table:
+                return None
+            seen = found.seen if found is not None else {}
+            shape = [self._shape(cell, k, sessions, context) for k in range(limit + 1)]
+            cell.curve = _corrected(shape, seen, lambda k: self._shape(cell, k, sessions, context))
+        return cell.curve
+
+    def _cell(self, sessions: int, context: int) -> _Cell:
+        key = (sessions.bit_length(), (context >> 9).bit_length())
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = _Cell()
+        return cell
+
+    def _nearest(self, sessions: int, context: int) -> _Cell | None:
+        """The cell with times at the nearest load and context."""
+        load, length = sessions.bit_length(), (context >> 9).bit_length()
+        found = [(abs(a - load) + abs(b - length), cell) for (a, b), cell in self._cells.items()]
+        with_times = [entry for entry in found if entry[1].seen]
+        return min(with_times, key=lambda entry: entry[0])[1] if with_times else None
+
+    def _shape(self, cell: _Cell, tokens: int, sessions: int, context: int) -> float:
+        known = cell.shape.get(tokens)
+        if known is None:
+            known = cell.shape[tokens] = self._table.seconds(tokens, sessions, context)
+        return known
+
+
+def _corrected(shape: list[float], seen: dict[int, float], at: Callable[[int], float]) -> list[float]:
+    """The shape times what was seen over it: linear between the tokens seen, flat outside.
+
+    Flat beyond the most tokens seen is an optimist's guess: it makes the next K be tried, once.
+    """
+    if not seen:
+        return shape
+    ratios = sorted((k, seconds / at(k)) for k, seconds in seen.items())
+    curve, right = [], 0
+    for k, value in enumerate(shape):
+        while right < len(ratios) and ratios[right][0] < k:
+            right += 1
+        if right == 0:
+            ratio = ratios[0][1]
+        elif right == len(ratios):
+            ratio = ratios[-1][1]
+        else:
+            (k0, r0), (k1, r1) = ratios[right - 1], ratios[right]
+            ratio = r0 + (r1 - r0) * (k - k0) / (k1 - k0)
+        curve.append(value * ratio)
+    return curve
