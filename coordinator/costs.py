@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 # Weight of the newest time in a running mean, and the most that one time may move it: a hiccup
 # must not keep a K from being tried again.
@@ -56,7 +57,7 @@ def _line(points: list[tuple[int, float]], x: int) -> float:
     """Through rising points; flat below the first, never falling beyond the last."""
     if x <= points[0][0]:
         return points[0][1]
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     if len(points) == 1:
@@ -123,7 +124,9 @@ class Costs:
         return known
 
 
-def _corrected(shape: list[float], seen: dict[int, float], at: Callable[[int], float]) -> list[float]:
+def _corrected(
+    shape: list[float], seen: dict[int, float], at: Callable[[int], float]
+) -> list[float]:
     """The shape times what was seen over it: linear between the tokens seen, flat outside.
 
     Flat beyond the most tokens seen is an optimist's guess: it makes the next K be tried, once.

@@ -58,7 +58,7 @@ class Drafting:
         # A question whose answer did not come in time; it still tells how long answers take.
         self._overdue: _Question | None = None
         # Tokens asked for in this round, and whether a proposal came.
-        self._round_k, self._proposed = 0, False
+        self._round_k, self._proposed, self._source = 0, False, ""
         # Why this round is plain though the drafter is attached, and for how many more steps.
         self._why_plain, self._plain_steps = "", 0
         # How long this round's question kept the session waiting, at most.
@@ -146,7 +146,9 @@ class Drafting:
         """The verdict over this round's proposal."""
         if self._round_k and self._policy is not None:
             self._policy.note(self._round_k, accepted, proposed=self._proposed)
-        self._round_k = 0
+        if self._source and accepted:
+            self._record.by_source[self._source] += accepted
+        self._round_k, self._source = 0, ""
 
     # -- one round -------------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class Drafting:
         rows = verdict.rows_start, verdict.rows_count
         if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
             self._asked = _Question(verdict.step_id, len(ids), k, time.perf_counter_ns())
-            self._round_k, self._proposed = k, False
+            self._round_k, self._proposed, self._source = k, False, ""
 
     def _read_old(self) -> None:
         """Answers to questions that nobody waits for any more."""
@@ -236,7 +238,7 @@ class Drafting:
         self._note_cost(asked, self.waited_ns)
         ids = self._usable(message.ids, asked.k)
         self._count_empty("" if ids else message.reason or "no_proposal")
-        self._proposed = True
+        self._proposed, self._source = True, message.source
         return ids
 
     def _stray(self, arrived_ns: int, message: Any) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from coordinator.affinity import PrefixIndex
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
-from coordinator.workers import DraftWorker, ModelKey, TargetWorker
+from coordinator.workers import DraftWorker, ModelKey, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import new_incarnation
 from specwire.v1 import draft_pb2
@@ -51,12 +52,16 @@ class Fleet:
         self.prefixes, self.rows = PrefixIndex(), PrefixIndex()
 
     def start(self) -> None:
-        for worker in (*self.targets, *self.drafts):
+        for worker in self.workers:
             worker.link.start()
 
     async def stop(self) -> None:
-        for worker in (*self.drafts, *self.targets):
+        for worker in reversed(self.workers):
             await worker.stop()
+
+    @property
+    def workers(self) -> list[Worker[Any]]:
+        return [*self.targets, *self.drafts]
 
     @property
     def serving(self) -> bool:
@@ -148,9 +153,7 @@ class Group:
 
     async def wait_target(self, numerics: str | None, timeout_s: float) -> bool:
         """Waits until a target that computes alike is up."""
-        waits = [
-            asyncio.ensure_future(t.link.wait_ready(timeout_s)) for t in self._alike(numerics)
-        ]
+        waits = [asyncio.ensure_future(t.link.wait_ready(timeout_s)) for t in self._alike(numerics)]
         if not waits:
             return False
         try:
@@ -190,9 +193,7 @@ class Group:
             raise SpecwireError.field("speculation.method", method, accepted, Reason.METHOD_UNKNOWN)
         return max(found, key=lambda c: (c.worker.link.ready, not c.worker.breaker.open))
 
-    def drafter(
-        self, method: str, target: TargetWorker, ids: Sequence[int] = ()
-    ) -> Choice | None:
+    def drafter(self, method: str, target: TargetWorker, ids: Sequence[int] = ()) -> Choice | None:
         """The drafter of a method for a session at this target; None when none fits it."""
         found = [
             Choice(draft, drafters[method])

@@ -7,12 +7,11 @@ import itertools
 from importlib import metadata
 from typing import Any
 
-from coordinator.links import Link
 from coordinator.metrics import Metrics
 from coordinator.placement import PLAIN, Fleet, Group
 from coordinator.session import Deliver, Session, SessionSpec
 from coordinator.validation import check
-from coordinator.workers import DraftWorker, TargetWorker
+from coordinator.workers import DraftWorker, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from specwire.v1 import generate_pb2, generate_pb2_grpc
@@ -104,12 +103,23 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         )
 
 
-def _worker(role: str, link: Link[Any]) -> _Worker:
-    return _Worker(role=role, address=link.address, state=link.state, reason=link.reason)
+def _worker(role: str, worker: Worker[Any]) -> _Worker:
+    link, load = worker.link, worker.link.load
+    found = _Worker(
+        role=role,
+        address=link.address,
+        state=link.state,
+        reason=link.reason,
+        sessions=worker.busy,
+        waiting=worker.waiting,
+    )
+    if load is not None:
+        found.pages_free, found.pages_total = load.pages_free, load.pages_total
+    return found
 
 
 def _target(target: TargetWorker, first: Group | None) -> _Worker:
-    worker = _worker("target", target.link)
+    worker = _worker("target", target)
     if target.info is not None:
         worker.attention.CopyFrom(target.info.attention)
         worker.device = target.info.worker.device
@@ -124,7 +134,7 @@ def _target(target: TargetWorker, first: Group | None) -> _Worker:
 
 
 def _draft(draft: DraftWorker) -> _Worker:
-    worker = _worker("draft", draft.link)
+    worker = _worker("draft", draft)
     fitting, refused = draft.judge_all()
     if refused:
         worker.reason = "; ".join([*filter(None, [worker.reason]), *refused.values()])

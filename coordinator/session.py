@@ -166,6 +166,7 @@ class Session:
             exactness=self.spec.exactness,
             push_to=push_to,
             rows_from=self._drafting.rows_from if push_to is not None else 0,
+            row_window=self._settings.row_window,
             lease_ms=self._settings.lease_ms,
             deadline_ms=remaining_ms(self.spec.deadline),
             traceparent=self.spec.traceparent,

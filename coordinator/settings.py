@@ -42,6 +42,9 @@ class CoordinatorSettings(ServiceSettings):
     lease_ms: int = Field(
         10_000, ge=300, description="life of a worker's session without a sign of ours"
     )
+    row_window: int = Field(
+        512, ge=0, description="most cached prompt tokens run again for rows that a draft lacks"
+    )
     free_run: int = Field(
         32, ge=0, le=1024, description="plain steps the target may run ahead of being asked"
     )

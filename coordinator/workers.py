@@ -71,6 +71,11 @@ class Worker(Generic[ItemT]):
         load = self.link.load
         return max(self.link.sessions, load.sessions if load is not None else 0)
 
+    @property
+    def waiting(self) -> int:
+        """Sessions that wait there, as far as it says."""
+        return int(getattr(self.link.load, "waiting", 0))
+
     async def stop(self) -> None:
         await self.link.stop()
         await self._channel.close()
@@ -129,10 +134,6 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
     @property
     def busy(self) -> int:
         return max(super().busy, self.placed)
-
-    @property
-    def waiting(self) -> int:
-        return self.link.load.waiting if self.link.load is not None else 0
 
     @property
     def free_tokens(self) -> int | None:

@@ -41,7 +41,8 @@ def row(prefix: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
 
 
 class ToyEngine:
-    """Implements `engine.api.Engine`. `step_s` slows each step, `item_s` each item; a cleared `gate` holds them."""
+    """Implements `engine.api.Engine`. `step_s` slows each step, `item_s` each item in it; a
+    cleared `gate` holds them."""
 
     def __init__(
         self,

@@ -118,9 +118,7 @@ def test_a_long_context_switches_it_off_where_the_draft_costs_more_than_it_saves
         while accepted < 7 and rng.random() < 0.7:
             accepted += 1
         past.note(7, accepted)
-    chosen = {
-        at: KPolicy(verify, draft, past, 3).choose(0, 7, at[1], at[0]) for at in seconds
-    }
+    chosen = {at: KPolicy(verify, draft, past, 3).choose(0, 7, at[1], at[0]) for at in seconds}
     assert chosen[2_000, 1] == 7 and chosen[2_000, 16] > 0
     assert chosen[185_000, 1] == chosen[185_000, 16] == 0
 
