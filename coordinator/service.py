@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +15,8 @@ from coordinator.validation import check
 from coordinator.workers import DraftWorker, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from specwire.v1 import generate_pb2, generate_pb2_grpc
+from specwire.sampling import MAX_CHOICES
+from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 
 SERVICE_NAME = "specwire.v1.GenerationService"
 _Worker = generate_pb2.GenerationServiceGetInfoResponse.Worker
@@ -31,19 +33,60 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> None:
-        group, spec = self._admit(request, context)
-        number = next(self._numbers)
-        live = self.sessions[number] = Session(group, number, spec, group.text)
+        lives = self._sessions(*self._admit(request, context))
+        self.sessions |= lives
+
         # A call that was cut while nothing of ours awaited is closed all the same.
-        context.add_done_callback(lambda _: live.close())
+        def cut(_: Any) -> None:
+            for live in lives.values():
+                live.close()
 
-        async def deliver(delta: generate_pb2.Delta) -> None:
-            await context.write(generate_pb2.GenerateResponse(delta=delta))
+        context.add_done_callback(cut)
+        try:
+            await self._answers(lives, context)
+        finally:
+            for number in lives:
+                del self.sessions[number]
 
-        finished = await self._run(number, live, deliver)
-        await context.write(generate_pb2.GenerateResponse(finished=finished))
+    def _sessions(self, group: Group, spec: SessionSpec) -> dict[int, Session]:
+        """One per choice; what belongs to the prompt is the first one's business."""
+        text = group.text
+        first = Session(group, next(self._numbers), spec, text)
+        lives = {first.session_id: first}
+        for choice in range(1, spec.n):
+            sampling = common_pb2.Sampling()
+            sampling.CopyFrom(spec.answer.sampling)
+            sampling.choice = choice
+            answer = replace(spec.answer, sampling=sampling, prompt_logprobs=None)
+            number = next(self._numbers)
+            own = replace(spec, answer=answer)
+            lives[number] = Session(group, number, own, text, parent=first)
+        return lives
 
-    async def _run(self, number: int, live: Session, deliver: Deliver) -> generate_pb2.Finished:
+    async def _answers(self, lives: dict[int, Session], context: Any) -> None:
+        """All choices at once. The first that fails ends the others, and the call."""
+        writing = asyncio.Lock()  # a call takes one message at a time
+
+        async def answer(choice: int, live: Session) -> None:
+            async def deliver(delta: generate_pb2.Delta) -> None:
+                async with writing:
+                    await context.write(generate_pb2.GenerateResponse(delta=delta, choice=choice))
+
+            finished = await self._run(live, deliver)
+            async with writing:
+                await context.write(generate_pb2.GenerateResponse(finished=finished, choice=choice))
+
+        if len(lives) == 1:
+            await answer(0, *lives.values())
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for choice, live in enumerate(lives.values()):
+                    tasks.create_task(answer(choice, live))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _run(self, live: Session, deliver: Deliver) -> generate_pb2.Finished:
         outcome = "cancelled"
         self._metrics.sessions.inc()
         try:
@@ -55,7 +98,6 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             outcome = error.reason.lower()
             raise
         finally:
-            del self.sessions[number]
             self._metrics.sessions.dec()
             for cause, rounds in live.record.fallbacks.items():
                 self._metrics.fell_back(cause, rounds)
@@ -69,8 +111,10 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this coordinator is shutting down")
         group = self._fleet.group(request.model)
-        if len(self.sessions) >= settings.max_sessions:
-            text = f"{settings.max_sessions} requests run already"
+        # Whether `n` can be at all is checked below, with the rest.
+        wanted = min(max(1, request.n), MAX_CHOICES)
+        if len(self.sessions) + wanted > settings.max_sessions:
+            text = f"{len(self.sessions)} of {settings.max_sessions} sessions run already"
             limit = {"limit": str(settings.max_sessions)}
             raise SpecwireError(Reason.QUEUE_FULL, text, limit)
         left_s = context.time_remaining()

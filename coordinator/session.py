@@ -15,12 +15,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from coordinator.answer import Answer, AnswerSpec
 from coordinator.drafting import Drafting
 from coordinator.mailbox import Mailbox
 from coordinator.place import Place
 from coordinator.placement import PLAIN, Choice, Group
 from coordinator.record import Record, remaining_ms, worked_ns
-from coordinator.text import TextModel, TextStream
+from coordinator.text import TextModel
 from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError, from_item
 from specwire.rpc import encode_ids
@@ -42,18 +43,12 @@ class SessionSpec:
     """A validated request. `deadline` is a time of the event loop's clock."""
 
     prompt: tuple[int, ...]
-    sampling: common_pb2.Sampling
-    max_tokens: int
-    stops: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    exactness: common_pb2.Exactness
-    margins: bool
-    return_ids: bool
+    answer: AnswerSpec
     choice: Choice | None
     k: int
     deadline: float | None
-    request_id: str = ""
+    # How many answers were asked for; this is one of them.
+    n: int = 1
     traceparent: str = ""
     # Whether `k` is only the most that a round may ask for.
     adaptive_k: bool = False
@@ -66,22 +61,26 @@ class Session:
         session_id: int,
         spec: SessionSpec,
         text: TextModel,
-        target: TargetWorker | None = None,
+        parent: Session | None = None,
     ) -> None:
-        """`target`: where the session must begin; unset: wherever it is placed."""
-        self.spec = spec
+        """`parent`: the session of another answer to the same prompt, opened before this one; this
+        one begins at its target."""
+        self.spec, self._parent = spec, parent
+        # Set once the target was told of the session, or never will be.
+        self.opened = asyncio.Event()
         method = spec.choice.drafter.method if spec.choice is not None else PLAIN
         self.record = Record(method)
         self._group, self._settings = group, group.settings
-        self._place = Place(group, spec.prompt, spec.max_tokens, spec.exactness, target)
-        self._session_id, self._generation = session_id, 0
+        answer, beside = spec.answer, parent.target if parent is not None else None
+        self._place = Place(group, spec.prompt, answer.max_tokens, answer.exactness, beside)
+        self.session_id, self._generation = session_id, 0
         self._ids = list(spec.prompt)
-        self._text = TextStream(text, spec.stops)
+        self._answer = Answer(spec.answer, text)
         self._drafting = Drafting(
             group=group,
             target=self._target,
             method="" if spec.choice is None else method,
-            sampling=spec.sampling,
+            sampling=spec.answer.sampling,
             k=spec.k,
             adaptive=spec.adaptive_k,
             deadline=spec.deadline,
@@ -119,18 +118,22 @@ class Session:
                 k = 0 if done else self._ask(verdict)
                 if k:
                     await asyncio.sleep(0)  # the question leaves before the text is worked on
-                delta, counted, stop = self._commit(verdict, done)
-                if stop or done:
+                delta = self._answer.add(verdict, done)
+                self._ids.extend(verdict.tokens)
+                done = done or bool(self._answer.stop)
+                if done:
                     self.close()
-                if delta.text or delta.token_ids or delta.margins:
+                if delta.text or delta.token_ids or delta.margins or delta.logprobs:
                     await deliver(delta)
-                if stop or done:
-                    return self._finished(verdict, counted, stop)
+                if done:
+                    acceptance = self.record.to_wire(self._answer.tokens)
+                    return self._answer.finished(verdict, len(self.spec.prompt), acceptance)
                 if self._unasked:
                     self._follow()
                 else:
                     await self._next(await self._drafting.proposal() if k else [])
         finally:
+            self.opened.set()
             self.close()
 
     def close(self) -> None:
@@ -147,31 +150,45 @@ class Session:
     async def _open(self) -> None:
         """Draft first, target second: rows must find their session."""
         self._generation += 1
-        await self._drafting.open(self._key(), self._ids, self._target)
+        await self._drafting.open(self.key, self._ids, self._target)
+        if self._parent is not None:
+            await self._parent.opened.wait()
         self._open_target()
+        self.opened.set()
 
     def _open_target(self) -> None:
-        self._mail = self._target.link.open_mailbox(self._key())
+        self._mail = self._target.link.open_mailbox(self.key)
         push_to = self._drafting.push_to()
         free_run = 0 if self._drafting.attached else self._settings.free_run
         self._unasked, self._step, self._sent = free_run, 0, 0
+        # What belongs to the prompt is asked for until the first tokens have come.
+        spec, begun = self.spec.answer, self.emitted > 0
+        shares = (
+            self._parent is not None
+            and self._parent.target is self._target
+            and not (begun or self._parent._closed)
+        )
         request = target_pb2.OpenTarget(
-            key=self._key(),
+            key=self.key,
             ids=encode_ids(self._ids),
             prompt_len=len(self.spec.prompt),
-            sampling=self.spec.sampling,
-            stop_token_ids=self.spec.stop_token_ids,
-            ignore_eos=self.spec.ignore_eos,
-            max_new_tokens=self.spec.max_tokens - self.emitted,
-            exactness=self.spec.exactness,
+            sampling=spec.sampling,
+            stop_token_ids=spec.stop_token_ids,
+            ignore_eos=spec.ignore_eos,
+            max_new_tokens=spec.max_tokens - self.emitted,
+            exactness=spec.exactness,
             push_to=push_to,
             rows_from=self._drafting.rows_from if push_to is not None else 0,
             row_window=self._settings.row_window,
             lease_ms=self._settings.lease_ms,
             deadline_ms=remaining_ms(self.spec.deadline),
             traceparent=self.spec.traceparent,
-            report_margins=self.spec.margins,
+            report_margins=spec.margins,
             free_run=free_run,
+            fork_of=self._parent.key if self._parent is not None and shares else None,
+            priority=spec.priority,
+            logprobs=spec.logprobs,
+            prompt_logprobs=None if begun else spec.prompt_logprobs,
         )
         self._send(target_pb2.TargetItem(open=request))
 
@@ -208,14 +225,14 @@ class Session:
         info = self._target.info
         if info is None:
             return 0
-        remaining = self.spec.max_tokens - (length - len(self.spec.prompt))
+        remaining = self.spec.answer.max_tokens - (length - len(self.spec.prompt))
         room = info.model.max_length_tokens - length
         most = min(remaining - 1, room, info.max_draft_tokens)
         return self._drafting.plan(self._step, length, most)
 
     async def _next(self, draft: list[int]) -> None:
         """Sends the next step; without a drafter, tries to get one again first."""
-        left = self.spec.max_tokens - self.emitted
+        left = self.spec.answer.max_tokens - self.emitted
         if not self._drafting.attached and self._drafting.reattach(self._step, self._ids, left):
             self._close_target()
             await self._open()
@@ -228,7 +245,7 @@ class Session:
         self._step += 1
         self._sent = len(draft)
         request = target_pb2.Verify(
-            key=self._key(),
+            key=self.key,
             step_id=self._step,
             base_len=len(self._ids),
             draft_ids=draft,
@@ -317,53 +334,16 @@ class Session:
                 self.record.spent("coordinator", self._sent_ns - self._verdict_ns - waited)
         self._verdict_ns = arrived_ns
 
-    # -- results ---------------------------------------------------------------------------------
-
-    def _commit(
-        self, verdict: target_pb2.Verdict, done: bool
-    ) -> tuple[generate_pb2.Delta, int, str]:
-        """Keeps a verdict's tokens: the delta, tokens of the answer so far, the stop string."""
-        piece = self._text.push(verdict.tokens, verdict.accepted, last=done)
-        self._ids.extend(verdict.tokens)
-        counted = self.emitted - len(verdict.tokens) + piece.tokens
-        delta = generate_pb2.Delta(
-            text=piece.text,
-            token_ids=verdict.tokens[: piece.tokens] if self.spec.return_ids else (),
-            accepted_count=min(verdict.accepted, piece.tokens),
-            margins=verdict.margins[: piece.tokens],
-            accepted_chars=piece.accepted_chars,
-        )
-        return delta, counted, piece.stop
-
-    def _finished(
-        self, verdict: target_pb2.Verdict, counted: int, stop: str
-    ) -> generate_pb2.Finished:
-        reason = common_pb2.FINISH_REASON_STOP_STRING if stop else verdict.finish
-        stopped_by_token = reason == common_pb2.FINISH_REASON_STOP_TOKEN
-        return generate_pb2.Finished(
-            reason=reason,
-            stop_string=stop,
-            stop_token_id=self._ids[-1] if stopped_by_token else None,
-            usage=generate_pb2.Usage(
-                prompt_tokens=len(self.spec.prompt), completion_tokens=counted
-            ),
-            acceptance=self.record.to_wire(counted),
-            sampling=self.spec.sampling,
-            request_id=self.spec.request_id,
-            exactness=self.spec.exactness,
-        )
-
     # -- small things ----------------------------------------------------------------------------
 
-    def _key(self) -> common_pb2.SessionKey:
+    @property
+    def key(self) -> common_pb2.SessionKey:
         return common_pb2.SessionKey(
             coordinator=self._group.fleet.incarnation,
-            session_id=self._session_id,
+            session_id=self.session_id,
             generation=self._generation,
         )
 
     def _close_target(self) -> None:
-        self._target.link.close_mailbox(self._key())
-        self._target.link.send(
-            target_pb2.TargetItem(close=target_pb2.CloseSession(key=self._key()))
-        )
+        self._target.link.close_mailbox(self.key)
+        self._target.link.send(target_pb2.TargetItem(close=target_pb2.CloseSession(key=self.key)))

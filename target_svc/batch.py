@@ -62,6 +62,10 @@ class BatchBuilder:
             taps=spec.taps if session.sink is not None and end > spec.rows_from else (),
             exact=spec.exact,
             margins=spec.margins,
+            context=session.ids,
+            prompt_len=spec.prompt_len,
+            logprobs=spec.logprobs,
+            prompt_logprobs=spec.prompt_logprobs if session.opening else None,
         )
 
     def _block(self, session: Session, step: Step) -> Item:
@@ -81,4 +85,7 @@ class BatchBuilder:
             taps=spec.taps if session.sink is not None else (),
             exact=spec.exact,
             margins=spec.margins,
+            context=session.ids,
+            prompt_len=spec.prompt_len,
+            logprobs=spec.logprobs,
         )

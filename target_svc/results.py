@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.api import Item, ItemResult
+from engine.api import Item, ItemResult, TokenLogprobs
 from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.decode import key_to_wire
@@ -16,6 +16,12 @@ def end_chunk(session: Session, item: Item, rows: Rows | None) -> None:
     """A prompt chunk with more to come."""
     session.prefilled += len(item.ids)
     _send_rows(session, 0, item.start, rows)
+
+
+def keep_scores(session: Session, item: Item, result: ItemResult) -> None:
+    """Log probabilities of the prompt, chunk by chunk; a chunk that runs again has none to add."""
+    known = len(session.prompt_scores) - item.start
+    session.prompt_scores += result.prompt_logprobs[max(0, known) :]
 
 
 def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdict:
@@ -43,8 +49,20 @@ def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdi
         rows_start=rows_start if session.sink is not None else 0,
         rows_count=new_len - 1 - rows_start if session.sink is not None else 0,
         width=step.width,
+        logprobs=map(_scored, result.logprobs[: len(kept.tokens)]),
+        prompt_logprobs=map(_scored, session.prompt_scores) if opening else (),
     )
+    session.prompt_scores.clear()
     return session.verdict
+
+
+def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        token_id=scored.token,
+        logprob=scored.logprob,
+        rank=scored.rank,
+        top=[common_pb2.TopLogprob(token_id=i, logprob=value) for i, value in scored.top],
+    )
 
 
 def end_step(session: Session, step_id: int, item: Item, rows: Rows | None) -> None:

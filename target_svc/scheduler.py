@@ -220,6 +220,7 @@ class Scheduler:
                 continue
             session.step.compute_s += elapsed
             session.step.width = result.width
+            results.keep_scores(session, item, result)
             if item.draws:
                 self._finish_step(session, session.step, item, result, rows, loop.time())
             else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from engine.api import Sampling
+from engine.api import Sampling, TokenLogprobs
 from engine.kv.pool import PageTable
 from specwire.v1 import target_pb2
 from target_svc.rows import RowHistory, RowSink
@@ -47,6 +47,9 @@ class OpenSpec:
     stop_ids: frozenset[int]
     exact: bool
     margins: bool
+    # Alternatives per token; None: no log probabilities.
+    logprobs: int | None
+    prompt_logprobs: int | None
     taps: tuple[int, ...]
     rows_from: int
     lease_s: float
@@ -91,6 +94,8 @@ class Session:
     sink: RowSink | None = None
     table: PageTable | None = None
     prefilled: int = 0
+    # Those of the prompt as far as it has run, when asked for.
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     # Id and answer of the latest finished step.
     done_step: int = -1
     verdict: target_pb2.Verdict | None = None
