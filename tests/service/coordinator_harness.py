@@ -75,6 +75,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         self.closes: list[Any] = []
         self.row_bytes: dict[tuple[int, int], int] = defaultdict(int)
         self.server: grpc.aio.Server | None = None
+        self.address = ""
 
     async def start(self, address: str) -> None:
         self.incarnation = new_incarnation()
@@ -85,8 +86,8 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         await self.server.start()
 
     async def stop(self) -> None:
-        assert self.server is not None
-        await self.server.stop(0)
+        if self.server is not None:
+            await self.server.stop(0)
 
     async def GetInfo(self, request: Any, context: Any) -> draft_pb2.DraftServiceGetInfoResponse:
         worker = common_pb2.WorkerInfo(protocol_major=1, incarnation=self.incarnation)

@@ -1,0 +1,261 @@
+"""Several targets and drafts: placement, what happens when one is lost, workers absent."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from specwire.errors import Reason, SpecwireError
+from tests.service.coordinator_harness import PROMPT, ScriptedDraft, row_drafter
+from tests.service.fleet_harness import FleetWorld, fleet_world, until
+from tests.service.toy_engine import continuation
+
+SLOW = {"step_s": 0.007}
+LONG = 100
+# Long enough for blocks of the prefix index.
+PREFIX = [7 * i % 900 for i in range(70)]
+
+
+async def test_sessions_go_to_the_least_busy_target() -> None:
+    async with fleet_world(engine=SLOW) as made:
+        prompts = [[i, i + 1] for i in range(6)]
+        tasks = [asyncio.create_task(made.generate(p, max_tokens=LONG)) for p in prompts]
+        await until(lambda: sum(target.sessions for target in made.targets) == 6)
+        assert [target.sessions for target in made.targets] == [3, 3]
+        for prompt, task in zip(prompts, tasks, strict=True):
+            assert list((await task).token_ids) == continuation(prompt, LONG)
+        await until(lambda: not any(worker.placed for worker in made.host.fleet.targets))
+
+
+async def test_the_same_beginning_goes_where_it_is_cached() -> None:
+    async with fleet_world() as made:
+        first = await made.generate(PREFIX)
+        await made.generate([3, 1])
+        had = next(t for t in made.targets if t.engine.log[0][0][1][:4] == tuple(PREFIX[:4]))
+        before = had.opened
+        turn = PREFIX + list(first.token_ids) + [5, 6, 7]
+        for _ in range(3):
+            await made.generate(PREFIX)
+        await made.generate(turn)
+        assert had.opened == before + 4
+
+
+async def test_a_busy_target_shares_even_what_it_has_cached() -> None:
+    async with fleet_world(engine=SLOW) as made:
+        await made.generate(PREFIX)
+        tasks = [asyncio.create_task(made.generate(PREFIX, max_tokens=60)) for _ in range(12)]
+        await until(lambda: sum(target.sessions for target in made.targets) == 12)
+        assert min(target.sessions for target in made.targets) >= 4
+        for task in tasks:
+            assert list((await task).token_ids) == continuation(PREFIX, 60)
+
+
+async def test_a_target_without_pages_is_passed_over() -> None:
+    async with fleet_world(engine={**SLOW, "pages": 14}) as made:
+        task = await made.started(160)
+        full = made.at()
+        await made.generate(max_tokens=80)
+        result = await made.generate([4, 4], max_tokens=150)
+        assert list(result.token_ids) == continuation([4, 4], 150)
+        assert made.other(full).opened >= 2 and full.opened == 1
+        await task
+
+
+@pytest.mark.parametrize("kind", ["plain", "ids", "rows"])
+async def test_a_target_that_is_killed_goes_on_at_another(kind: str) -> None:
+    """Target loss (failure matrix): the same tokens, none again and none taken back."""
+    fields = row_drafter() if kind == "rows" else {}
+    drafts = [ScriptedDraft(**fields)] if kind != "plain" else []
+    for draft in drafts:
+        draft.seed = 3
+    async with fleet_world(drafts, SLOW, num_speculative_tokens=2) as made:
+        task = await made.started(LONG, temperature=0.7, seed=3)
+        lost = made.at()
+        await lost.stop()
+        result = await task
+        assert list(result.token_ids) == continuation(PROMPT, LONG, seed=3)
+        assert result.acceptance.target_moves == 1
+        assert result.acceptance.fallbacks["target_lost"] == 1
+        assert made.other(lost).opened == 1
+        if drafts:
+            assert result.acceptance.per_step_accepted[-4] == 2
+        # The next requests do not wait for the one that is gone.
+        assert list((await made.generate()).token_ids) == continuation(PROMPT, 40)
+        await until(lambda: not any(target.sessions for target in made.targets))
+
+
+async def test_targets_that_keep_dying_end_the_request_in_the_end() -> None:
+    options = {"target_moves": 2, "target_return_ms": 300}
+    async with fleet_world(engine={"step_s": 0.02}, **options) as made:
+        task = await made.started(400)
+        for _ in range(3):
+            lost = made.at()
+            moves = lost.engine.log
+            await lost.stop()
+            if made.host.servicer.sessions:
+                await lost.start()
+                await made.wait_ready()
+            assert moves
+        with pytest.raises(SpecwireError) as caught:
+            await task
+        assert caught.value.reason is Reason.ENGINE_DOWN
+        assert int(caught.value.metadata["tokens"]) >= 10
+
+
+@pytest.mark.parametrize(("exactness", "moves"), [("exact", False), ("fast", True)])
+async def test_an_exact_session_never_goes_to_other_numerics(exactness: str, moves: bool) -> None:
+    infos = ({}, {"numerics": "another build"})
+    options = {"target_return_ms": 200}
+    async with fleet_world(engine=SLOW, infos=infos, **options) as made:
+        task = await made.started(LONG, exactness=exactness)
+        await made.at().stop()
+        if moves:
+            assert list((await task).token_ids) == continuation(PROMPT, LONG)
+            return
+        with pytest.raises(SpecwireError) as caught:
+            await task
+        assert caught.value.reason is Reason.ENGINE_DOWN
+
+
+async def test_another_model_is_another_group() -> None:
+    infos = ({}, {"name": "other", "fingerprint": "other-fp"})
+    async with fleet_world(engine=SLOW, infos=infos, target_return_ms=200) as made:
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate(model="third")
+        assert caught.value.reason is Reason.MODEL_UNKNOWN
+        assert "toy, other" in caught.value.metadata["accepted"]
+        with pytest.raises(SpecwireError):
+            await made.generate()  # which of the two?
+        for _ in range(2):
+            await made.generate(model="other")
+        assert [target.opened for target in made.targets] == [0, 2]
+        info = await made.client.info()
+        assert "other-fp" in info.workers[1].reason and info.workers[1].state == "ready"
+        task = await made.started(LONG, model="toy")
+        await made.targets[0].stop()
+        with pytest.raises(SpecwireError) as caught:
+            await task
+        assert caught.value.reason is Reason.ENGINE_DOWN
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate(model="toy")
+        assert caught.value.reason is Reason.NO_TARGET and caught.value.retry_after_ms > 0
+
+
+async def test_a_draining_target_ends_its_sessions_and_gets_no_new_ones() -> None:
+    async with fleet_world(engine=SLOW) as made:
+        for target in made.targets:
+            await target.stop()
+            await target.start(drain_ms=8000)
+        await made.wait_ready()
+        task = await made.started(LONG)
+        draining = made.at()
+        assert draining.app is not None
+        stopping = asyncio.create_task(draining.app.stop())
+        await asyncio.sleep(0)
+        others = [await made.generate([i, 1], max_tokens=5) for i in range(4)]
+        for i, result in enumerate(others):
+            assert list(result.token_ids) == continuation([i, 1], 5)
+        result = await task
+        assert list(result.token_ids) == continuation(PROMPT, LONG)
+        assert result.acceptance.target_moves == 0
+        await stopping
+        assert draining.opened == 1 and made.other(draining).opened == 4
+        draining.app = None
+
+
+@pytest.mark.parametrize("rows", [False, True])
+async def test_a_draft_that_is_lost_is_replaced_by_another(rows: bool) -> None:
+    """Draft loss costs speed only: another fitting draft takes over, with rows of its own."""
+    fields = row_drafter() if rows else {}
+    drafts = [ScriptedDraft(**fields), ScriptedDraft(**fields)]
+    async with fleet_world(drafts, SLOW, num_speculative_tokens=2) as made:
+        task = await made.started(LONG)
+        used = next(d for d in drafts if d.sessions)
+        other = next(d for d in drafts if d is not used)
+        await used.stop()
+        result = await task
+        assert list(result.token_ids) == continuation(PROMPT, LONG)
+        assert result.acceptance.fallbacks["draft_lost"] == 1
+        assert len(other.opens) == 1
+        assert result.acceptance.per_step_accepted[-4] == 2
+        assert result.acceptance.target_moves == 0
+        assert bool(sum(other.row_bytes.values())) is rows
+        await until(lambda: not other.sessions)
+
+
+async def test_drafts_share_the_sessions_and_one_that_is_open_gets_none() -> None:
+    drafts = [ScriptedDraft(), ScriptedDraft()]
+    async with fleet_world(drafts, SLOW, num_speculative_tokens=2) as made:
+        tasks = [asyncio.create_task(made.generate([i, 2], max_tokens=60)) for i in range(6)]
+        await until(lambda: sum(len(d.sessions) for d in drafts) == 6)
+        assert [len(d.sessions) for d in drafts] == [3, 3]
+        await asyncio.gather(*tasks)
+        breaker = made.host.fleet.drafts[0].breaker
+        for _ in range(3):
+            breaker.failure(breaker.clock())
+        assert breaker.open
+        before = len(drafts[0].opens)
+        await asyncio.gather(*(made.generate([i, 3], max_tokens=10) for i in range(4)))
+        assert len(drafts[0].opens) == before
+
+
+async def test_a_draft_serves_the_target_that_it_fits() -> None:
+    infos = ({}, {"fingerprint": "other-fp", "name": "other"})
+    drafts = [
+        ScriptedDraft(target_fingerprint="toy-fp"),
+        ScriptedDraft(target_fingerprint="other-fp"),
+    ]
+    async with fleet_world(drafts, infos=infos) as made:
+        for model, draft in (("toy", drafts[0]), ("other", drafts[1])):
+            before = [len(d.opens) for d in drafts]
+            result = await made.generate(model=model)
+            assert result.acceptance.accepted_tokens > 0
+            grew = [len(d.opens) - n for d, n in zip(drafts, before, strict=True)]
+            assert grew[drafts.index(draft)] == 1 and sum(grew) == 1
+
+
+async def test_workers_that_are_absent_at_start() -> None:
+    async with fleet_world([ScriptedDraft()], start=False, num_speculative_tokens=2) as made:
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate()
+        assert caught.value.reason is Reason.NO_TARGET
+        assert caught.value.retry_after_ms > 0
+        await until(lambda: all(w.link.reason for w in made.host.fleet.workers))
+        states = {(w.role, w.state) for w in (await made.client.info()).workers}
+        assert states == {("target", "connecting"), ("draft", "connecting")}
+        await made.targets[1].start()
+        await until(lambda: made.host.fleet.serving)
+        assert list((await made.generate()).token_ids) == continuation(PROMPT, 40)
+        draft = made.drafts[0]
+        await draft.start(draft.address)
+        await until(lambda: made.host.fleet.drafts[0].link.ready)
+        result = await made.generate()
+        assert list(result.token_ids) == continuation(PROMPT, 40)
+        assert result.acceptance.accepted_tokens > 0
+
+
+async def test_info_tells_the_load_of_each_worker() -> None:
+    async with fleet_world([ScriptedDraft()], SLOW, num_speculative_tokens=2) as made:
+        task = await made.started(LONG)
+        workers = (await made.client.info()).workers
+        assert [w.role for w in workers] == ["target", "target", "draft"]
+        assert sorted(w.sessions for w in workers[:2]) == [0, 1] and workers[2].sessions == 1
+        busy = next(w for w in workers if w.sessions)
+        assert 0 < busy.pages_free < busy.pages_total
+        await task
+
+
+async def _leaves(made: FleetWorld, **options: Any) -> None:
+    task = await made.started(LONG, **options)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_client_that_leaves_is_counted_out_everywhere() -> None:
+    async with fleet_world([ScriptedDraft()], SLOW) as made:
+        await _leaves(made)
+        await until(lambda: not any(t.sessions for t in made.targets))
+        await until(lambda: not any(w.placed for w in made.host.fleet.targets))
+        assert not any(w.link.sessions for w in made.host.fleet.workers)
