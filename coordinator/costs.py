@@ -4,7 +4,7 @@ the worker started gives the shape, what is seen since then corrects it. Pure: n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -68,8 +68,11 @@ def _line(points: list[tuple[int, float]], x: int) -> float:
 
 @dataclass(slots=True)
 class _Cell:
-    """What was seen at one load and context: mean seconds by draft tokens."""
+    """What was seen at one load and context: mean seconds by draft tokens; `shape` is the table's
+    at that place, as far as it was looked up."""
 
+    sessions: int
+    context: int
     seen: dict[int, float] = field(default_factory=dict)
     shape: dict[int, float] = field(default_factory=dict)
     curve: list[float] = field(default_factory=list)
@@ -98,16 +101,18 @@ class Costs:
             found = cell if cell.seen else self._nearest(sessions, context)
             if found is None and not self._table:
                 return None
-            seen = found.seen if found is not None else {}
-            shape = [self._shape(cell, k, sessions, context) for k in range(limit + 1)]
-            cell.curve = _corrected(shape, seen, lambda k: self._shape(cell, k, sessions, context))
+            # What was seen elsewhere is compared with the table there.
+            seen = found.seen.items() if found is not None else ()
+            ratios = [(k, seconds / self._shape(found or cell, k)) for k, seconds in seen]
+            shape = [self._shape(cell, k) for k in range(limit + 1)]
+            cell.curve = _corrected(shape, sorted(ratios))
         return cell.curve
 
     def _cell(self, sessions: int, context: int) -> _Cell:
         key = (sessions.bit_length(), (context >> 9).bit_length())
         cell = self._cells.get(key)
         if cell is None:
-            cell = self._cells[key] = _Cell()
+            cell = self._cells[key] = _Cell(sessions, context)
         return cell
 
     def _nearest(self, sessions: int, context: int) -> _Cell | None:
@@ -117,23 +122,21 @@ class Costs:
         with_times = [entry for entry in found if entry[1].seen]
         return min(with_times, key=lambda entry: entry[0])[1] if with_times else None
 
-    def _shape(self, cell: _Cell, tokens: int, sessions: int, context: int) -> float:
+    def _shape(self, cell: _Cell, tokens: int) -> float:
         known = cell.shape.get(tokens)
         if known is None:
-            known = cell.shape[tokens] = self._table.seconds(tokens, sessions, context)
+            known = self._table.seconds(tokens, cell.sessions, cell.context)
+            cell.shape[tokens] = known
         return known
 
 
-def _corrected(
-    shape: list[float], seen: dict[int, float], at: Callable[[int], float]
-) -> list[float]:
-    """The shape times what was seen over it: linear between the tokens seen, flat outside.
+def _corrected(shape: list[float], ratios: list[tuple[int, float]]) -> list[float]:
+    """The shape times what was seen over it, by rising tokens: linear between them, flat outside.
 
     Flat beyond the most tokens seen is an optimist's guess: it makes the next K be tried, once.
     """
-    if not seen:
+    if not ratios:
         return shape
-    ratios = sorted((k, seconds / at(k)) for k, seconds in seen.items())
     curve, right = [], 0
     for k, value in enumerate(shape):
         while right < len(ratios) and ratios[right][0] < k:

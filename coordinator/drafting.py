@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.attachment import Attachment
 from coordinator.placement import Group
@@ -27,12 +26,12 @@ _SHORT_RUN = 8
 _USUAL_FACTOR = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
+class _Question(NamedTuple):
     step_id: int
     length: int
     k: int
     sent_ns: int
+    budget_s: float
 
 
 class Drafting:
@@ -168,7 +167,7 @@ class Drafting:
         budget_s = self._budget_s(k) if k else 0.0
         rows = verdict.rows_start, verdict.rows_count
         if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
-            self._asked = _Question(verdict.step_id, len(ids), k, time.perf_counter_ns())
+            self._asked = _Question(verdict.step_id, len(ids), k, time.perf_counter_ns(), budget_s)
             self._round_k, self._proposed, self._source = k, False, ""
 
     def _read_old(self) -> None:
@@ -194,7 +193,7 @@ class Drafting:
             return []
         elapsed_s = (time.perf_counter_ns() - asked.sent_ns) / 1e9
         loop = asyncio.get_running_loop()
-        limit = self._at.capped(loop.time() + self._budget_s(asked.k) - elapsed_s)
+        limit = self._at.capped(loop.time() + asked.budget_s - elapsed_s)
         ids: list[int] = []
         try:
             while (got := await self._at.mail.get(limit)) is not None:

@@ -73,7 +73,8 @@ class Session:
         self._group, self._settings = group, group.settings
         answer, beside = spec.answer, parent.target if parent is not None else None
         self._place = Place(group, spec.prompt, answer.max_tokens, answer.exactness, beside)
-        self.session_id, self._generation = session_id, 0
+        self.session_id = session_id
+        self.key = self._key(0)
         self._ids = list(spec.prompt)
         self._answer = Answer(spec.answer, text)
         self._drafting = Drafting(
@@ -115,11 +116,11 @@ class Session:
             while True:
                 verdict = await self._verdict()
                 done = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
+                self._ids.extend(verdict.tokens)
                 k = 0 if done else self._ask(verdict)
                 if k:
                     await asyncio.sleep(0)  # the question leaves before the text is worked on
                 delta = self._answer.add(verdict, done)
-                self._ids.extend(verdict.tokens)
                 done = done or bool(self._answer.stop)
                 if done:
                     self.close()
@@ -149,7 +150,7 @@ class Session:
 
     async def _open(self) -> None:
         """Draft first, target second: rows must find their session."""
-        self._generation += 1
+        self.key = self._key(self.key.generation + 1)
         await self._drafting.open(self.key, self._ids, self._target)
         if self._parent is not None:
             await self._parent.opened.wait()
@@ -211,13 +212,12 @@ class Session:
 
     def _ask(self, verdict: target_pb2.Verdict) -> int:
         """Tells the draft what was committed, and how many tokens the next step can use."""
-        ids = [*self._ids, *verdict.tokens]
         if verdict.step_id == 0:
             self._drafting.first_context(worked_ns(verdict.timings) / 1e9)
         if self._unasked:
             self._drafting.ran_ahead()
-        k = 0 if self._unasked else self._k(len(ids))
-        self._drafting.advance(verdict, ids, k)
+        k = 0 if self._unasked else self._k(len(self._ids))
+        self._drafting.advance(verdict, self._ids, k)
         return k
 
     def _k(self, length: int) -> int:
@@ -244,15 +244,15 @@ class Session:
         self._unasked = 0 if draft else self._drafting.free_run()
         self._step += 1
         self._sent = len(draft)
-        request = target_pb2.Verify(
-            key=self.key,
-            step_id=self._step,
-            base_len=len(self._ids),
-            draft_ids=draft,
-            free_run=self._unasked,
-            deadline_ms=remaining_ms(self.spec.deadline),
-        )
-        self._send(target_pb2.TargetItem(verify=request))
+        # Filled in place: four times as fast as building two messages with keywords.
+        item = target_pb2.TargetItem()
+        verify = item.verify
+        verify.key.CopyFrom(self.key)
+        verify.step_id, verify.base_len = self._step, len(self._ids)
+        verify.draft_ids.extend(draft)
+        verify.free_run = self._unasked
+        verify.deadline_ms = remaining_ms(self.spec.deadline)
+        self._send(item)
 
     def _follow(self) -> None:
         """The next verdict of a free run comes by itself."""
@@ -336,12 +336,11 @@ class Session:
 
     # -- small things ----------------------------------------------------------------------------
 
-    @property
-    def key(self) -> common_pb2.SessionKey:
+    def _key(self, generation: int) -> common_pb2.SessionKey:
         return common_pb2.SessionKey(
             coordinator=self._group.fleet.incarnation,
             session_id=self.session_id,
-            generation=self._generation,
+            generation=generation,
         )
 
     def _close_target(self) -> None:

@@ -31,7 +31,7 @@ def measure(
     longest = engine.info.max_length - max(_ROWS) - 1
     lengths = sorted({min(SHORT_TOKENS, longest), min(LONG_TOKENS, longest)})
     points = [(s, n, r) for s in _SESSIONS for n in lengths for r in (1, 8, 4) if n > 0]
-    costs = []
+    costs: list[common_pb2.StepCost] = []
     for sessions, length, rows in points:
         if clock_ns() > end_ns:
             log.info("step costs: %d of %d points measured in time", len(costs), len(points))

@@ -170,6 +170,14 @@ def test_times_between_and_beyond_what_was_measured() -> None:
     assert costs.curve(1, 64, 4) == pytest.approx([2.0, 3.0, 4.0, 5.0, 6.0])
 
 
+def test_what_was_seen_at_one_load_corrects_the_others() -> None:
+    table = [Cost(k, s, 64, 0.01 * s + 0.001 * k) for k in (0, 4) for s in (1, 4)]
+    costs = Costs(table)
+    for k in (0, 4):
+        costs.note(k, 1, 64, 2 * (0.01 + 0.001 * k))
+    assert costs.curve(4, 64, 4) == pytest.approx([2 * (0.04 + 0.001 * k) for k in range(5)])
+
+
 def test_nothing_known_gives_the_start() -> None:
     assert KPolicy(Costs(), Costs(), Acceptance(), 3).choose(0, 7, 1, 64) == 3
     assert KPolicy(Costs(), Costs(), Acceptance(), 3).choose(0, 2, 1, 64) == 2
