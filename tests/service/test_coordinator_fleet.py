@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specwire.errors import Reason, SpecwireError
+from specwire.v1 import common_pb2, draft_pb2
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, row_drafter
 from tests.service.fleet_harness import FleetWorld, fleet_world, until
 from tests.service.toy_engine import continuation
@@ -259,3 +260,52 @@ async def test_a_client_that_leaves_is_counted_out_everywhere() -> None:
         await until(lambda: not any(t.sessions for t in made.targets))
         await until(lambda: not any(w.placed for w in made.host.fleet.targets))
         assert not any(w.link.sessions for w in made.host.fleet.workers)
+
+
+_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"target_hidden_size": 9}, "9", "8"),
+    ({"target_layer_count": 5}, "5", "4"),
+    ({"target_vocab_size": 1001}, "1001", "1000"),
+    ({"tokenizer_hash": "another"}, "another", ""),
+    ({"target_fingerprint": "another"}, "another", "toy-fp"),
+    ({"mask_token_id": 1000}, "1000", "below 1000"),
+    ({"block_size": 7, "slot_mode": draft_pb2.SLOT_MODE_FILL_IN}, "7", "6, its block of 7"),
+    (row_drafter(tap_ids=(1, 4)), "[1, 4]", "below 4"),
+    (row_drafter(dtype=common_pb2.D_TYPE_FLOAT32), "FLOAT32", "BFLOAT16"),
+    (row_drafter(width=24), "24", "16"),
+    (row_drafter(convention=0), "UNSPECIFIED", "OUTPUT_OF_LAYER"),
+    (row_drafter(encoding=0), "UNSPECIFIED", "TAPS"),
+]
+
+
+async def test_each_field_that_does_not_match_refuses_the_draft_over_the_wire() -> None:
+    """WC-15, WC-17: refused before the first token, both values named; requests go on plain."""
+    drafts = [ScriptedDraft(**fields) for fields, _, _ in _FIELDS]
+    async with fleet_world(drafts, infos=({},), start=False) as made:
+        await made.targets[0].start()
+        await until(lambda: made.host.fleet.serving)
+        await asyncio.gather(*(draft.start(draft.address) for draft in drafts))
+        await until(lambda: all(d.link.state == "refused" for d in made.host.fleet.drafts))
+        workers = (await made.client.info()).workers[1:]
+        for worker, (_, draft_has, target_has) in zip(workers, _FIELDS, strict=True):
+            assert worker.state == "refused" and not worker.methods
+            assert draft_has in worker.reason
+            assert target_has in worker.reason
+        result = await made.generate()
+        assert list(result.token_ids) == continuation(PROMPT, 40)
+        assert result.acceptance.method == "plain"
+
+
+async def test_a_draft_with_another_protocol_is_refused() -> None:
+    class Newer(ScriptedDraft):
+        async def GetInfo(self, request: Any, context: Any) -> Any:
+            info = await super().GetInfo(request, context)
+            info.worker.protocol_major = 2
+            return info
+
+    async with fleet_world([Newer()], infos=({},), start=False) as made:
+        await made.targets[0].start()
+        await made.drafts[0].start(made.drafts[0].address)
+        worker = made.host.fleet.drafts[0]
+        await until(lambda: worker.link.state == "refused")
+        assert "major 2" in worker.link.reason and "this coordinator 1" in worker.link.reason
