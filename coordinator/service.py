@@ -79,12 +79,14 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         if len(lives) == 1:
             await answer(0, *lives.values())
             return
+        # Not a TaskGroup: before Python 3.13 one that fails leaves its caller marked as cancelled.
+        tasks = [asyncio.create_task(answer(*pair)) for pair in enumerate(lives.values())]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for choice, live in enumerate(lives.values()):
-                    tasks.create_task(answer(choice, live))
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     async def _run(self, live: Session, deliver: Deliver) -> generate_pb2.Finished:
         outcome = "cancelled"

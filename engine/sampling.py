@@ -67,7 +67,7 @@ class Filter:
     def keeps(self, logit: float) -> bool:
         """Whether a token of the row with this logit can be drawn."""
         s = self._sampling
-        if logit >= self._best:
+        if not logit < self._best:  # also where a broken model gives NaN: the draw must end
             return True
         if s.min_p > 0 and math.exp((logit - self._best) / s.temperature) < s.min_p:
             return False

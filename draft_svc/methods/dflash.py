@@ -212,7 +212,7 @@ def _tensor(block: RowBlock) -> Tensor:
 
 
 def _probabilities(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[float]:
-    """The draft's own probability of each token, filters and temperature included."""
+    """The draft's own probability of each token at its temperature, filters left out."""
     scale = torch.tensor([1 / (d.sampling.temperature or 1.0) for d in draws])
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     if bool((scale != 1).any()):

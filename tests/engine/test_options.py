@@ -152,7 +152,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sampling=SAMPLINGS, seed=st.integers(0, 10_000), wrong=st.integers(0, 4))
 def test_any_combination_and_speculation_equals_plain(
     sampling: Sampling, seed: int, wrong: int
@@ -180,6 +180,45 @@ def test_any_combination_and_speculation_equals_plain(
         assert scored.token == got.tokens[i]
         assert scored.logprob == pytest.approx(float(law[i, scored.token]), abs=1e-5)
     assert len(got.logprobs) == len(got.tokens)
+
+
+def test_junk_drafts_leave_the_law_of_token_pairs() -> None:
+    """WC-38, WC-40: with options on and drafts that have nothing to do with the text, the first
+    token and the one after an accepted draft have the target's law; chi-square over all pairs."""
+    vocab, trials = 8, 8_000
+    generator = torch.Generator().manual_seed(5)
+    first, after = (
+        torch.randn(vocab, generator=generator),
+        torch.randn(vocab, vocab, generator=generator),
+    )
+    s = Sampling(temperature=0.7, top_p=0.93, presence_penalty=0.5)
+
+    def law(logits: Tensor, output: list[int]) -> Tensor:
+        row = reference(logits.tolist(), s, [0], output)
+        left = kept(row, s)
+        weights = torch.zeros(vocab, dtype=torch.float64)
+        weights[left] = torch.tensor([math.exp(row[i] / 0.7) for i in left], dtype=torch.float64)
+        return weights / weights.sum()
+
+    drafts = torch.randint(vocab, (trials,), generator=generator).tolist()
+    table = PagePool(1, 16).allocate(8)
+    items = [
+        Item(table, [0, d], 0, 2, replace(s, seed=seed), context=[0], prompt_len=1)
+        for seed, d in enumerate(drafts)
+    ]
+    logits = torch.stack([torch.stack((first, after[d])) for d in drafts]).flatten(0, 1)
+    counts = torch.zeros(vocab + 1, vocab, dtype=torch.float64)
+    for chosen in choose(logits, items, ops.gumbel_argmax):
+        counts[vocab, chosen.tokens[0]] += 1
+        if chosen.accepted:
+            counts[chosen.tokens[0], chosen.tokens[1]] += 1
+    laws = torch.stack([*(law(after[d], [d]) for d in range(vocab)), law(first, [])])
+    expected = laws * counts.sum(1, keepdim=True)
+    assert counts[expected == 0].sum() == 0 and counts[:vocab].sum() > trials / 20
+    present = expected > 0
+    freedom = int(present.sum()) - int((expected.sum(1) > 0).sum())
+    statistic = float(((counts - expected)[present] ** 2 / expected[present]).sum())
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
 def test_logprobs_rank_and_ties() -> None:

@@ -168,7 +168,7 @@ def chi_square(counts: Tensor, law: Tensor) -> float:
     ],
 )
 def test_draws_have_the_law_of_the_softmax(sampling: Sampling) -> None:
-    trials = 20_000
+    trials = 8_000
     logits = torch.tensor([0.1, 1.2, -0.7, 2.0, 0.0, 0.9, -1.5, 1.1])
     law = (logits.double() / sampling.temperature).softmax(0)
     dropped = [i for i in range(8) if i not in naive_kept(logits.tolist(), sampling)]
@@ -181,6 +181,13 @@ def test_draws_have_the_law_of_the_softmax(sampling: Sampling) -> None:
     present = law > 0
     # 99.99 % quantile for 7 degrees of freedom.
     assert chi_square(counts[present], law[present]) < 29.9
+
+
+def test_broken_logits_end_the_draw_all_the_same() -> None:
+    logits = torch.tensor([[math.nan, 1.0, 2.0], [1.0, math.inf, 0.0], [-math.inf] * 3])
+    sampling = Sampling(top_k=1, top_p=0.5, min_p=0.5)
+    tokens = draw(logits, [Draw(sampling, i) for i in range(3)], True, ops.gumbel_argmax)[0]
+    assert tokens[1] == 1 and all(0 <= token < 3 for token in tokens)
 
 
 def test_accept_stops_at_the_first_difference() -> None:

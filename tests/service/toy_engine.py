@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.api import Item, ItemResult, ModelInfo
+from engine.api import Item, ItemResult, ModelInfo, Sampling, TokenLogprobs
 from engine.attention.report import AttentionReport, Candidate
 from engine.kv.pool import PagePool, PageTable, PoolStats
 
@@ -24,6 +24,18 @@ def next_token(prefix: Sequence[int], seed: int = 0) -> int:
     """The toy model: the same prefix and seed give the same token; never EOS by itself."""
     text = ",".join(map(str, [*prefix[-4:], len(prefix), seed]))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") % EOS
+
+
+def seed_of(sampling: Sampling) -> int:
+    """Each choice of a request goes its own way."""
+    return sampling.seed + 7919 * sampling.choice
+
+
+def scored(prefix: Sequence[int], token: int, top: int) -> TokenLogprobs:
+    """Toy log probabilities: they tell the prefix and the token that they are of."""
+    logprob = -(token + 1) / 16 - len(prefix)
+    others = tuple(((token + i) % VOCAB, logprob - i) for i in range(top))
+    return TokenLogprobs(token, logprob, 1 + len(prefix) % 5, others)
 
 
 def continuation(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
@@ -118,7 +130,7 @@ class ToyEngine:
         tokens: list[int] = []
         for i in range(item.draws):
             prefix = kv[: first + i]
-            tokens.append(self.forced.get(len(prefix), next_token(prefix, item.sampling.seed)))
+            tokens.append(self.forced.get(len(prefix), next_token(prefix, seed_of(item.sampling))))
             if i < len(drafts) and drafts[i] != tokens[-1]:
                 break
         accepted = max(0, len(tokens) - 1)
@@ -128,4 +140,20 @@ class ToyEngine:
         if item.taps:
             rows = torch.stack([row(kv[: p + 1], item.taps) for p in range(item.start, valid)])
         margins = tuple(0.5 for _ in tokens) if item.margins else ()
-        return ItemResult(tuple(tokens), accepted, rows, margins, len(item.ids))
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if item.logprobs is not None:
+            top = item.logprobs
+            logprobs = tuple(scored(kv[: first + i], t, top) for i, t in enumerate(tokens))
+        return ItemResult(
+            tuple(tokens), accepted, rows, margins, len(item.ids), logprobs, _prompt_scores(item)
+        )
+
+
+def _prompt_scores(item: Item) -> tuple[TokenLogprobs, ...]:
+    if item.prompt_logprobs is None:
+        return ()
+    end = min(item.start + len(item.ids) + 1, item.prompt_len)
+    return tuple(
+        scored(item.context[:p], item.context[p], item.prompt_logprobs)
+        for p in range(item.start + 1, end)
+    )
