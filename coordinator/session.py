@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from coordinator.answer import Answer, AnswerSpec
 from coordinator.drafting import Drafting
-from coordinator.mailbox import Mailbox
 from coordinator.place import Place
 from coordinator.placement import PLAIN, Choice, Group
 from coordinator.record import Record, remaining_ms, worked_ns
+from coordinator.steps import Steps
 from coordinator.text import TextModel
 from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError, from_item
@@ -87,14 +86,8 @@ class Session:
             deadline=spec.deadline,
             record=self.record,
         )
-        self._mail = Mailbox()
+        self._steps = Steps(spec.deadline, self.record)
         self._closed = False
-        # The step awaited, the draft tokens sent with it, and when it was asked; 0: unasked.
-        self._step, self._sent, self._sent_ns = 0, 0, 0
-        # Verdicts that still come unasked after the awaited one.
-        self._unasked = 0
-        # When the latest verdict arrived.
-        self._verdict_ns = 0
 
     @property
     def _target(self) -> TargetWorker:
@@ -129,8 +122,8 @@ class Session:
                 if done:
                     acceptance = self.record.to_wire(self._answer.tokens)
                     return self._answer.finished(verdict, len(self.spec.prompt), acceptance)
-                if self._unasked:
-                    self._follow()
+                if self._steps.unasked:
+                    self._steps.follow()
                 else:
                     await self._next(await self._drafting.proposal() if k else [])
         finally:
@@ -143,7 +136,7 @@ class Session:
             return
         self._closed = True
         self._drafting.close()
-        self._close_target()
+        self._steps.close()
         self._place.leave(self._ids)
 
     # -- open ------------------------------------------------------------------------------------
@@ -158,10 +151,8 @@ class Session:
         self.opened.set()
 
     def _open_target(self) -> None:
-        self._mail = self._target.link.open_mailbox(self.key)
         push_to = self._drafting.push_to()
         free_run = 0 if self._drafting.attached else self._settings.free_run
-        self._unasked, self._step, self._sent = free_run, 0, 0
         # What belongs to the prompt is asked for until the first tokens have come.
         spec, begun = self.spec.answer, self.emitted > 0
         shares = (
@@ -191,12 +182,12 @@ class Session:
             logprobs=spec.logprobs,
             prompt_logprobs=None if begun else spec.prompt_logprobs,
         )
-        self._send(target_pb2.TargetItem(open=request))
+        self._steps.open(self._target, request, self.key)
 
     async def _reopen(self, error: SpecwireError) -> None:
         """The target lost the session: it goes on from the committed ids, there or elsewhere."""
         self.record.fell_back("target_lost")
-        self._close_target()
+        self._steps.close()
         here = self._target
         stays = error.reason in (Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
         if not await self._place.again(self._ids, self.spec.deadline, stays=stays):
@@ -214,9 +205,10 @@ class Session:
         """Tells the draft what was committed, and how many tokens the next step can use."""
         if verdict.step_id == 0:
             self._drafting.first_context(worked_ns(verdict.timings) / 1e9)
-        if self._unasked:
+        unasked = self._steps.unasked
+        if unasked:
             self._drafting.ran_ahead()
-        k = 0 if self._unasked else self._k(len(self._ids))
+        k = 0 if unasked else self._k(len(self._ids))
         self._drafting.advance(verdict, self._ids, k)
         return k
 
@@ -228,111 +220,64 @@ class Session:
         remaining = self.spec.answer.max_tokens - (length - len(self.spec.prompt))
         room = info.model.max_length_tokens - length
         most = min(remaining - 1, room, info.max_draft_tokens)
-        return self._drafting.plan(self._step, length, most)
+        return self._drafting.plan(self._steps.step, length, most)
 
     async def _next(self, draft: list[int]) -> None:
-        """Sends the next step; without a drafter, tries to get one again first."""
-        left = self.spec.answer.max_tokens - self.emitted
-        if not self._drafting.attached and self._drafting.reattach(self._step, self._ids, left):
-            self._close_target()
+        """Sends the next step; without a drafter, tries to get one again first.
+
+        Where nothing is drafted the target may run ahead.
+        """
+        left, step = self.spec.answer.max_tokens - self.emitted, self._steps.step
+        if not self._drafting.attached and self._drafting.reattach(step, self._ids, left):
+            self._steps.close()
             await self._open()
         else:
-            self._verify(draft)
-
-    def _verify(self, draft: list[int]) -> None:
-        """Sends the next step. Where nothing is drafted the target may run ahead."""
-        self._unasked = 0 if draft else self._drafting.free_run()
-        self._step += 1
-        self._sent = len(draft)
-        # Filled in place: four times as fast as building two messages with keywords.
-        item = target_pb2.TargetItem()
-        verify = item.verify
-        verify.key.CopyFrom(self.key)
-        verify.step_id, verify.base_len = self._step, len(self._ids)
-        verify.draft_ids.extend(draft)
-        verify.free_run = self._unasked
-        verify.deadline_ms = remaining_ms(self.spec.deadline)
-        self._send(item)
-
-    def _follow(self) -> None:
-        """The next verdict of a free run comes by itself."""
-        self._unasked -= 1
-        self._step += 1
-        self._sent, self._sent_ns = 0, 0
-
-    def _send(self, item: target_pb2.TargetItem) -> None:
-        # A link that is down has failed the mailbox, or does so for a new one here.
-        if not self._target.link.send(item):
-            down = SpecwireError(Reason.ENGINE_DOWN, "the link to the target is down")
-            self._mail.fail(down)
-        self._sent_ns = time.perf_counter_ns()
+            free_run = 0 if draft else self._drafting.free_run()
+            self._steps.verify(len(self._ids), draft, free_run)
 
     async def _verdict(self) -> target_pb2.Verdict:
         """The verdict of the awaited step; anything else is dropped and counted."""
         while True:
             try:
-                got = await self._mail.get(self.spec.deadline)
+                arrived_ns, message = await self._steps.reply()
             except SpecwireError as error:
+                if error.reason is Reason.DEADLINE:
+                    text = f"deadline passed after {self.emitted} tokens"
+                    raise SpecwireError(Reason.DEADLINE, text) from None
                 if error.reason not in _LOST:
                     raise
                 await self._reopen(error)
                 continue
-            if got is None:
-                raise SpecwireError(Reason.DEADLINE, f"deadline passed after {self.emitted} tokens")
-            arrived_ns, message = got
             if isinstance(message, target_pb2.TargetRefused):
                 await self._refused(message)
-            elif isinstance(message, target_pb2.Verdict) and self._fits(message):
-                self._account(message, arrived_ns)
+            elif isinstance(message, target_pb2.Verdict) and self._steps.fits(
+                message, len(self._ids)
+            ):
+                if message.step_id:
+                    self._drafting.judged(message.accepted)
+                self._steps.account(message, arrived_ns, self._drafting.waited_ns)
                 return message
             else:
-                self._target.link.dropped["step"] += 1
-
-    def _fits(self, verdict: target_pb2.Verdict) -> bool:
-        """Whether a verdict answers the awaited step, with lengths that can be."""
-        base = len(self._ids)
-        return (
-            verdict.step_id == self._step
-            and verdict.base_len == base
-            and verdict.new_len == base + len(verdict.tokens)
-            and verdict.accepted <= min(self._sent, len(verdict.tokens))
-        )
+                self._steps.dropped()
 
     async def _refused(self, message: target_pb2.TargetRefused) -> None:
-        if message.step_id != self._step:
-            self._target.link.dropped["step"] += 1
+        if message.step_id != self._steps.step:
+            self._steps.dropped()
             return
         error = from_item(message.error)
-        if error.reason in _ROW_REFUSALS and self._step == 0:
+        if error.reason in _ROW_REFUSALS and self._steps.step == 0:
             self._drafting.refuse_rows(error.reason.lower())
-            self._close_target()
+            self._steps.close()
             await self._open()
         elif error.reason in _LOST or (error.reason in _ELSEWHERE and self.emitted):
             await self._reopen(error)
-        elif error.reason in _ELSEWHERE and self._step == 0 and self._place.other(error.reason):
-            self._close_target()
+        elif (
+            error.reason in _ELSEWHERE and self._steps.step == 0 and self._place.other(error.reason)
+        ):
+            self._steps.close()
             await self._open()
         else:
             raise error
-
-    def _account(self, verdict: target_pb2.Verdict, arrived_ns: int) -> None:
-        """Where the time since the previous verdict went; free runs overlap with the rest."""
-        worked = worked_ns(verdict.timings)
-        if verdict.step_id == 0:
-            self.record.spent("prefill", worked)
-            self.record.spent("link", arrived_ns - self._sent_ns - worked)
-            self.record.first_ns = self.record.first_ns or arrived_ns
-        else:
-            self.record.step(self._sent, verdict.accepted)
-            self.record.spent("verify", worked)
-            self._drafting.judged(verdict.accepted)
-            took_ns = arrived_ns - (self._sent_ns or self._verdict_ns)
-            self._target.note_round(self._sent, verdict.base_len, took_ns / 1e9)
-            if self._sent_ns:
-                self.record.spent("link", arrived_ns - self._sent_ns - worked)
-                waited = self._drafting.waited_ns
-                self.record.spent("coordinator", self._sent_ns - self._verdict_ns - waited)
-        self._verdict_ns = arrived_ns
 
     # -- small things ----------------------------------------------------------------------------
 
@@ -342,7 +287,3 @@ class Session:
             session_id=self.session_id,
             generation=generation,
         )
-
-    def _close_target(self) -> None:
-        self._target.link.close_mailbox(self.key)
-        self._target.link.send(target_pb2.TargetItem(close=target_pb2.CloseSession(key=self.key)))
