@@ -74,6 +74,7 @@ class _Cell:
     sessions: int
     context: int
     seen: dict[int, float] = field(default_factory=dict)
+    times: dict[int, int] = field(default_factory=dict)
     shape: dict[int, float] = field(default_factory=dict)
     curve: list[float] = field(default_factory=list)
 
@@ -87,11 +88,10 @@ class Costs:
 
     def note(self, tokens: int, sessions: int, context: int, seconds: float) -> None:
         cell = self._cell(sessions, context)
-        before = cell.seen.get(tokens)
-        if before is None:
-            cell.seen[tokens] = seconds
-        else:
-            cell.seen[tokens] = before + _WEIGHT * (min(seconds, _JUMP * before) - before)
+        before = cell.seen.get(tokens, seconds)
+        times = cell.times[tokens] = cell.times.get(tokens, 0) + 1
+        weight = max(_WEIGHT, 1.0 / times)
+        cell.seen[tokens] = before + weight * (min(seconds, _JUMP * before) - before)
         cell.curve = []
 
     def curve(self, sessions: int, context: int, limit: int) -> list[float] | None:

@@ -212,6 +212,9 @@ class Drafting:
         self.waited_ns = time.perf_counter_ns() - asked.sent_ns
         self._record.spent("draft", self.waited_ns)
         self._overdue = asked
+        if self._at.grace_s:
+            # The drafter was taking in the context: that says nothing of the rounds to come.
+            self._round_k = 0
         if self._at.choice is not None:
             self._at.choice.worker.breaker.failure(asked.sent_ns / 1e9)
             self._note_cost(asked, self.waited_ns)

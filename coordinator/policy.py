@@ -19,6 +19,8 @@ _PRIOR_ROUNDS = 4.0
 _UNSEEN = 0.7
 # Plain decoding must be better by this share before speculation stops for a while.
 _MARGIN = 1.03
+# Rounds, of the session or of the drafter before it, without which nothing is switched off.
+_EVIDENCE = 16
 # Plain steps before speculation is probed again, doubled after each probe in vain; rounds a probe.
 _PAUSE, _LONGEST_PAUSE, _PROBE_ROUNDS = 16, 256, 2
 # One round of so many tries another K, so that its cost stays known: the next below or above, or
@@ -30,16 +32,18 @@ _STEPS = (-1, 1, None, -1, 1, -1, 1)
 class Acceptance:
     """Accepted and tried, by position; old rounds fade."""
 
-    __slots__ = ("_decay", "hits", "trials")
+    __slots__ = ("_decay", "hits", "rounds", "trials")
 
     def __init__(self, decay: float = _DRAFTER_DECAY) -> None:
         self._decay = decay
         self.hits: list[float] = []
         self.trials: list[float] = []
+        self.rounds = 0
 
     def note(self, asked: int, accepted: int) -> None:
         """A round that asked for `asked` tokens; those that never came count as not accepted."""
         tried = min(asked, accepted + 1)
+        self.rounds += 1
         while len(self.trials) < tried:
             self.hits.append(0.0)
             self.trials.append(0.0)
@@ -89,7 +93,8 @@ class KPolicy:
         if verify is None or draft is None:
             return min(self._start, limit)
         best, best_rate = self._best(verify, draft, limit)
-        if best_rate * _MARGIN < 1.0 / verify[0]:
+        known = self._own.rounds + self._past.rounds >= _EVIDENCE
+        if known and best_rate * _MARGIN < 1.0 / verify[0]:
             return self._switched_off(step, best)
         self._off, self._probes, self._pause = False, 0, _PAUSE
         if self._round % _EXPLORE == 0:

@@ -170,6 +170,20 @@ def test_times_between_and_beyond_what_was_measured() -> None:
     assert costs.curve(1, 64, 4) == pytest.approx([2.0, 3.0, 4.0, 5.0, 6.0])
 
 
+def test_a_few_bad_rounds_at_the_start_switch_nothing_off() -> None:
+    costs = Costs(), Costs()
+    policy = KPolicy(*costs, Acceptance(), start=3)
+    asked = []
+    for step in range(30):
+        k = policy.choose(step, LIMIT, 1, 64)
+        asked.append(k)
+        costs[0].note(k, 1, 64, 0.02)
+        if k:
+            costs[1].note(k, 1, 64, 0.02)
+            policy.note(k, 0)
+    assert all(asked[:8]) and not any(asked[10:20])
+
+
 def test_what_was_seen_at_one_load_corrects_the_others() -> None:
     table = [Cost(k, s, 64, 0.01 * s + 0.001 * k) for k in (0, 4) for s in (1, 4)]
     costs = Costs(table)
