@@ -11,6 +11,8 @@ from itertools import pairwise
 # Weight of the newest time in a running mean, and the most that one time may move it: a hiccup
 # must not keep a K from being tried again.
 _WEIGHT, _JUMP = 0.15, 3.0
+# Times after which the curve is made anew only once in so many.
+_SETTLED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class _Cell:
     times: dict[int, int] = field(default_factory=dict)
     shape: dict[int, float] = field(default_factory=dict)
     curve: list[float] = field(default_factory=list)
+    news: int = 0
 
 
 class Costs:
@@ -92,7 +95,10 @@ class Costs:
         times = cell.times[tokens] = cell.times.get(tokens, 0) + 1
         weight = max(_WEIGHT, 1.0 / times)
         cell.seen[tokens] = before + weight * (min(seconds, _JUMP * before) - before)
-        cell.curve = []
+        cell.news += 1
+        # Many sessions tell of the same step: a mean that is settled need not be read each time.
+        if times < _SETTLED or cell.news >= _SETTLED:
+            cell.curve, cell.news = [], 0
 
     def curve(self, sessions: int, context: int, limit: int) -> list[float] | None:
         """Seconds at [k] for k in 0..limit or more; None when nothing at all is known yet."""

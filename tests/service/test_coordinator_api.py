@@ -186,6 +186,11 @@ def test_settings_are_frozen_and_refuse_what_is_unknown() -> None:
         ["--address", "unix:/c", "--target", "unix:/t", "--draft", "unix:/a,unix:/b"]
     )
     assert settings.draft == ("unix:/a", "unix:/b")
+    assert settings.target == ("unix:/t",)
+    assert CoordinatorSettings.load(["--target", "a:1,b:2"]).target == ("a:1", "b:2")
+    with pytest.raises(SpecwireError) as caught:
+        CoordinatorSettings.load(["--target", ","])
+    assert caught.value.metadata["field"] == "target"
     with pytest.raises(SpecwireError) as caught:
         CoordinatorSettings.load(["--max-sessions", "0"])
     assert caught.value.reason is Reason.SETTINGS_INVALID
