@@ -78,7 +78,7 @@ class Session:
         self._answer = Answer(spec.answer, text)
         self._drafting = Drafting(
             group=group,
-            target=self._target,
+            target=self.target,
             method="" if spec.choice is None else method,
             sampling=spec.answer.sampling,
             k=spec.k,
@@ -88,10 +88,6 @@ class Session:
         )
         self._steps = Steps(spec.deadline, self.record)
         self._closed = False
-
-    @property
-    def _target(self) -> TargetWorker:
-        return self._place.target
 
     @property
     def target(self) -> TargetWorker:
@@ -144,7 +140,7 @@ class Session:
     async def _open(self) -> None:
         """Draft first, target second: rows must find their session."""
         self.key = self._key(self.key.generation + 1)
-        await self._drafting.open(self.key, self._ids, self._target)
+        await self._drafting.open(self.key, self._ids, self.target)
         if self._parent is not None:
             await self._parent.opened.wait()
         self._open_target()
@@ -157,7 +153,7 @@ class Session:
         spec, begun = self.spec.answer, self.emitted > 0
         shares = (
             self._parent is not None
-            and self._parent.target is self._target
+            and self._parent.target is self.target
             and not (begun or self._parent._closed)
         )
         request = target_pb2.OpenTarget(
@@ -182,17 +178,17 @@ class Session:
             logprobs=spec.logprobs,
             prompt_logprobs=None if begun else spec.prompt_logprobs,
         )
-        self._steps.open(self._target, request, self.key)
+        self._steps.open(self.target, request, self.key)
 
     async def _reopen(self, error: SpecwireError) -> None:
         """The target lost the session: it goes on from the committed ids, there or elsewhere."""
         self.record.fell_back("target_lost")
         self._steps.close()
-        here = self._target
+        here = self.target
         stays = error.reason in (Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
         if not await self._place.again(self._ids, self.spec.deadline, stays=stays):
             raise self._gone(error)
-        self.record.target_moves += self._target is not here
+        self.record.target_moves += self.target is not here
         await self._open()
 
     def _gone(self, error: SpecwireError) -> SpecwireError:
@@ -214,7 +210,7 @@ class Session:
 
     def _k(self, length: int) -> int:
         """Draft tokens of the next step; one of the tokens still allowed is the target's own."""
-        info = self._target.info
+        info = self.target.info
         if info is None:
             return 0
         remaining = self.spec.answer.max_tokens - (length - len(self.spec.prompt))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -260,6 +261,36 @@ async def test_a_client_that_leaves_is_counted_out_everywhere() -> None:
         await until(lambda: not any(t.sessions for t in made.targets))
         await until(lambda: not any(w.placed for w in made.host.fleet.targets))
         assert not any(w.link.sessions for w in made.host.fleet.workers)
+
+
+async def test_nothing_is_left_after_many_sessions_with_random_cancels() -> None:
+    """WC-8: sessions that end in any way are counted out of every worker and table."""
+    rng = random.Random(8)
+    drafts = [ScriptedDraft(**row_drafter()), ScriptedDraft(**row_drafter())]
+
+    async def one(made: FleetWorld, number: int) -> None:
+        ids = [number % 900, 1, 2]
+        task = asyncio.create_task(made.generate(ids, max_tokens=rng.randrange(1, 30)))
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.random() * 0.05)
+            task.cancel()
+        result = (await asyncio.gather(task, return_exceptions=True))[0]
+        if not isinstance(result, BaseException):
+            wanted = continuation(ids, result.usage.completion_tokens)
+            assert list(result.token_ids) == wanted
+
+    async with fleet_world(drafts, max_sessions=64) as made:
+        for start in range(0, 300, 30):
+            await asyncio.gather(*(one(made, start + i) for i in range(30)))
+        await until(lambda: not any(t.sessions for t in made.targets))
+        await until(lambda: not any(d.sessions for d in drafts))
+        assert not made.host.servicer.sessions
+        assert not any(w.link.sessions for w in made.host.fleet.workers)
+        assert not any(t.placed for t in made.host.fleet.targets)
+        for target in made.targets:
+            stats = target.engine.stats()
+            assert stats.free == stats.total
+            target.engine.check_integrity()
 
 
 _FIELDS: list[tuple[dict[str, Any], str, str]] = [
