@@ -164,6 +164,8 @@ def test_times_between_and_beyond_what_was_measured() -> None:
     table = CostTable([Cost(0, 1, 64, 1.0), Cost(4, 1, 64, 3.0), Cost(0, 8, 64, 5.0)])
     assert [table.seconds(k, 1, 64) for k in (0, 2, 4, 6)] == [1.0, 2.0, 3.0, 4.0]
     assert table.seconds(6, 9, 64) == 5.0
+    disturbed = CostTable([Cost(0, 1, 64, 9.0), Cost(4, 1, 64, 3.0), Cost(7, 1, 64, 4.5)])
+    assert [disturbed.seconds(k, 1, 64) for k in (0, 4, 5)] == [3.0, 3.0, 3.5]
     costs = Costs([Cost(0, 1, 64, 1.0), Cost(4, 1, 64, 3.0)])
     costs.note(0, 1, 64, 2.0)
     # What was seen at one K corrects the others by the same share.
