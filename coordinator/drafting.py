@@ -1,4 +1,4 @@
-"""The drafter's half of one session's rounds: how many tokens to ask for, asking, waiting, reading.
+"""The drafter's half of one session's rounds: asking, waiting, reading.
 
 What a drafter says is a hint: ids that cannot be are dropped, replies for another step or length
 too. Nothing here raises into the session.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from coordinator.attachment import Attachment
 from coordinator.placement import Group
-from coordinator.policy import KPolicy
+from coordinator.plan import Plan
 from coordinator.record import Record, worked_ns
 from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError
@@ -20,8 +20,6 @@ from specwire.v1 import common_pb2, draft_pb2, target_pb2
 
 # Rounds in a row without the rows it needs after which a re-attached drafter is given up.
 _ROWLESS_ROUNDS = 3
-# Plain steps at a time while a drafter is expected back, so that it is noticed.
-_SHORT_RUN = 8
 # A proposal may take so many times what proposals take now.
 _USUAL_FACTOR = 2.0
 
@@ -49,17 +47,14 @@ class Drafting:
     ) -> None:
         """`method` empty: plain. `k` is the number of tokens a round; the most, if `adaptive`."""
         self._at = Attachment(group, target, method, sampling, k, deadline, record)
-        self._settings, self._record, self._k = group.settings, record, k
-        self._adaptive = adaptive
-        self._policy: KPolicy | None = None
+        self._plan = Plan(self._at, group.settings, record, k, adaptive)
+        self._settings, self._record = group.settings, record
         self._rowless = 0
         self._asked: _Question | None = None
         # A question whose answer did not come in time; it still tells how long answers take.
         self._overdue: _Question | None = None
         # Tokens asked for in this round, and whether a proposal came.
         self._round_k, self._proposed, self._source = 0, False, ""
-        # Why this round is plain though the drafter is attached, and for how many more steps.
-        self._why_plain, self._plain_steps = "", 0
         # How long this round's question kept the session waiting, at most.
         self.waited_ns = 0
 
@@ -93,58 +88,21 @@ class Drafting:
     # -- how many tokens -------------------------------------------------------------------------
 
     def plan(self, step: int, length: int, most: int) -> int:
-        """Draft tokens for the step after `step`, at most `most`; counts why there are none."""
-        self._why_plain, self._plain_steps = "", 0
-        choice = self._at.choice
-        if choice is None or not self.attached:
-            return 0
-        limit = min(most, self._k, choice.drafter.max_draft_tokens)
-        if limit <= 0:
-            return 0
-        longest = choice.drafter.max_length_tokens
-        if longest and length + limit > longest:
-            return self._plain("draft_length", self._settings.free_run)
-        if choice.worker.breaker.open:
-            return self._plain("breaker_open", _SHORT_RUN)
-        if self._adaptive:
-            policy = self._policy_of()
-            limit = policy.choose(step, limit, self._at.target.busy, length)
-            if not limit:
-                pause = policy.plain_steps(step)
-                return self._plain("does_not_pay" if pause else "plain_measured", pause)
-        return limit if choice.worker.breaker.allows() else self._plain("breaker_open", _SHORT_RUN)
-
-    def _policy_of(self) -> KPolicy:
-        """The session's policy, with the tables of the workers that it is at now."""
-        assert self._at.choice is not None
-        worker, method = self._at.choice.worker, self._at.choice.drafter.method
-        shared = (self._at.target.costs, worker.costs[method], worker.past[method])
-        if self._policy is None:
-            self._policy = KPolicy(*shared, self._settings.num_speculative_tokens)
-        self._policy.use(*shared)
-        return self._policy
-
-    def _plain(self, why: str, steps: int) -> int:
-        self._why_plain, self._plain_steps = why, steps
-        self._record.fell_back(why)
-        return 0
+        """Draft tokens for the step after `step`, at most `most`."""
+        return self._plan.tokens(step, length, most)
 
     def free_run(self) -> int:
         """Steps that the target may run ahead after the next one."""
-        window = self._settings.free_run
-        if self.attached:
-            return min(window, self._plain_steps)
-        return window if self._at.given_up else min(window, _SHORT_RUN)
+        return self._plan.free_run()
 
     def ran_ahead(self) -> None:
         """One of the steps that `free_run` allowed has come."""
-        if self._why_plain:
-            self._record.fell_back(self._why_plain)
+        self._plan.ran_ahead()
 
     def judged(self, accepted: int) -> None:
         """The verdict over this round's proposal."""
-        if self._round_k and self._policy is not None:
-            self._policy.note(self._round_k, accepted, proposed=self._proposed)
+        if self._round_k:
+            self._plan.note(self._round_k, accepted, proposed=self._proposed)
         if self._source and accepted:
             self._record.by_source[self._source] += accepted
         self._round_k, self._source = 0, ""
