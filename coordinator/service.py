@@ -8,12 +8,11 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from coordinator.links import Link
 from coordinator.metrics import Metrics
-from coordinator.placement import DraftWorker, Fleet
+from coordinator.placement import PLAIN, Fleet, Group
 from coordinator.session import Deliver, Session, SessionSpec
-from coordinator.text import TextModel
 from coordinator.validation import check
+from coordinator.workers import DraftWorker, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from specwire.sampling import MAX_CHOICES
@@ -49,9 +48,10 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             for number in lives:
                 del self.sessions[number]
 
-    def _sessions(self, spec: SessionSpec, text: TextModel) -> dict[int, Session]:
+    def _sessions(self, group: Group, spec: SessionSpec) -> dict[int, Session]:
         """One per choice; what belongs to the prompt is the first one's business."""
-        first = Session(self._fleet, next(self._numbers), spec, text)
+        text = group.text
+        first = Session(group, next(self._numbers), spec, text)
         lives = {first.session_id: first}
         for choice in range(1, spec.n):
             sampling = common_pb2.Sampling()
@@ -60,7 +60,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             answer = replace(spec.answer, sampling=sampling, prompt_logprobs=None)
             number = next(self._numbers)
             own = replace(spec, answer=answer)
-            lives[number] = Session(self._fleet, number, own, text, parent=first)
+            lives[number] = Session(group, number, own, text, parent=first)
         return lives
 
     async def _answers(self, lives: dict[int, Session], context: Any) -> None:
@@ -108,13 +108,11 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
 
     def _admit(
         self, request: generate_pb2.GenerateRequest, context: Any
-    ) -> tuple[SessionSpec, TextModel]:
-        settings, target = self._fleet.settings, self._fleet.target
+    ) -> tuple[Group, SessionSpec]:
+        settings = self._fleet.settings
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this coordinator is shutting down")
-        if not target.link.ready or target.text is None:
-            why = target.link.reason or "not connected yet"
-            raise SpecwireError(Reason.NO_TARGET, f"the target is {target.link.state}: {why}")
+        group = self._fleet.group(request.model)
         # Whether `n` can be at all is checked below, with the rest.
         wanted = min(max(1, request.n), MAX_CHOICES)
         if len(self.sessions) + wanted > settings.max_sessions:
@@ -125,42 +123,65 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
         found = dict(context.invocation_metadata() or ())
         traceparent = str(found.get("traceparent", ""))[:64]
-        return check(request, self._fleet, target.text, deadline, traceparent), target.text
+        return group, check(request, group, group.text, deadline, traceparent)
 
     async def GetInfo(
         self, request: generate_pb2.GenerationServiceGetInfoRequest, context: Any
     ) -> generate_pb2.GenerationServiceGetInfoResponse:
-        fleet, info = self._fleet, self._fleet.target.info
-        workers = [self._target(), *map(_draft, fleet.drafts)]
+        fleet = self._fleet
+        groups = fleet.groups()
+        first = groups[0] if groups else None
+        info = first.target.info if first is not None else None
         return generate_pb2.GenerationServiceGetInfoResponse(
             version=metadata.version("specwire"),
             protocol_major=PROTOCOL_MAJOR,
             protocol_minor=PROTOCOL_MINOR,
             model=info.model if info is not None else None,
-            workers=workers,
-            methods=fleet.methods(),
-            default_method=fleet.default_method(),
+            workers=[*(_target(t, first) for t in fleet.targets), *map(_draft, fleet.drafts)],
+            methods=first.methods() if first is not None else [PLAIN],
+            default_method=first.default_method() if first is not None else PLAIN,
             default_exactness=info.default_exactness if info is not None else None,
             contract_levels=info.contract_levels if info is not None else (),
-            default_num_speculative_tokens=fleet.settings.num_speculative_tokens,
+            # Zero: chosen for each round.
+            default_num_speculative_tokens=0
+            if fleet.settings.adaptive_k
+            else fleet.settings.num_speculative_tokens,
         )
 
-    def _target(self) -> _Worker:
-        target = self._fleet.target
-        worker = _worker("target", target.link)
-        if target.info is not None:
-            worker.attention.CopyFrom(target.info.attention)
-            worker.device = target.info.worker.device
-        return worker
+
+def _worker(role: str, worker: Worker[Any]) -> _Worker:
+    link, load = worker.link, worker.link.load
+    found = _Worker(
+        role=role,
+        address=link.address,
+        state=link.state,
+        reason=link.reason,
+        sessions=worker.busy,
+        waiting=worker.waiting,
+    )
+    if load is not None:
+        found.pages_free, found.pages_total = load.pages_free, load.pages_total
+    return found
 
 
-def _worker(role: str, link: Link[Any]) -> _Worker:
-    return _Worker(role=role, address=link.address, state=link.state, reason=link.reason)
+def _target(target: TargetWorker, first: Group | None) -> _Worker:
+    worker = _worker("target", target)
+    if target.info is not None:
+        worker.attention.CopyFrom(target.info.attention)
+        worker.device = target.info.worker.device
+        name, fingerprint, tokenizer = target.model_key or ("", "", "")
+        if first is not None and target not in first.targets:
+            said = f"serves another model than the first target: {name}, fingerprint {fingerprint}"
+            said += f", tokenizer {tokenizer[:16]}"
+            worker.reason = "; ".join(filter(None, [worker.reason, said]))
+    if target.draining:
+        worker.reason = "; ".join(filter(None, [worker.reason, "takes no new sessions"]))
+    return worker
 
 
 def _draft(draft: DraftWorker) -> _Worker:
-    worker = _worker("draft", draft.link)
-    fitting, refused = draft.judge()
+    worker = _worker("draft", draft)
+    fitting, refused = draft.judge_all()
     if refused:
         worker.reason = "; ".join([*filter(None, [worker.reason]), *refused.values()])
         if not fitting:

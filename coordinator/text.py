@@ -114,6 +114,15 @@ class Detokenizer:
             return ""
         return self._take(text)
 
+    def extend(self, tokens: Sequence[int]) -> str:
+        """The same text as a `push` of each token, decoded at once where no character is cut."""
+        self._ids += tokens
+        text = self._model.decode(self._ids[self._prefix :])
+        if not text.endswith(REPLACEMENT):
+            return self._take(text)
+        del self._ids[len(self._ids) - len(tokens) :]
+        return "".join(map(self.push, tokens))
+
     def flush(self) -> str:
         """What is left at the end, unfinished characters included."""
         return self._take(self._model.decode(self._ids[self._prefix :]))
@@ -201,7 +210,7 @@ class TextStream:
     ) -> None:
         """No stop string ends the answer within its first `min_tokens` tokens."""
         self._detokenizer = Detokenizer(model)
-        self._stop = StopFilter(stops, include_stop)
+        self._stop, self._stops = StopFilter(stops, include_stop), bool(stops)
         self._min_tokens, self._count = min_tokens, 0
 
     def push(self, tokens: Sequence[int], accepted: int, last: bool, silent: int = 0) -> Piece:
@@ -209,6 +218,13 @@ class TextStream:
         tokens have no text."""
         text = ""
         accepted_chars = 0
+        if not self._stops:
+            spoken = tokens[: len(tokens) - silent]
+            text = self._detokenizer.extend(spoken[:accepted])
+            accepted_chars = len(text)
+            text += self._detokenizer.extend(spoken[accepted:])
+            text += self._detokenizer.flush() if last else ""
+            return Piece(text, accepted_chars, len(tokens), "")
         for count, token in enumerate(tokens, start=1):
             self._count += 1
             if count <= len(tokens) - silent:

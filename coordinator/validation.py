@@ -6,7 +6,7 @@ import secrets
 from typing import Literal
 
 from coordinator.answer import AnswerSpec
-from coordinator.placement import PLAIN, Choice, Fleet
+from coordinator.placement import PLAIN, Choice, Group
 from coordinator.session import SessionSpec
 from coordinator.text import ROLES, TextModel
 from specwire.errors import Reason, SpecwireError
@@ -28,7 +28,7 @@ _EXACTNESS = {
 
 def check(
     request: generate_pb2.GenerateRequest,
-    fleet: Fleet,
+    fleet: Group,
     text: TextModel,
     deadline: float | None,
     traceparent: str = "",
@@ -43,9 +43,9 @@ def check(
         raise SpecwireError.field("structured_output", kind, accepted, Reason.UNSUPPORTED)
     n = _n(request)
     prompt = _prompt(request, text, model)
-    choice, k = _speculation(request, fleet)
+    choice, k, adaptive = _speculation(request, fleet)
     answer = _answer(request, fleet, text, model, len(prompt))
-    return SessionSpec(tuple(prompt), answer, choice, k, deadline, n, traceparent)
+    return SessionSpec(tuple(prompt), answer, choice, k, deadline, n, traceparent, adaptive)
 
 
 def _n(request: generate_pb2.GenerateRequest) -> int:
@@ -60,7 +60,7 @@ def _n(request: generate_pb2.GenerateRequest) -> int:
 
 def _answer(
     request: generate_pb2.GenerateRequest,
-    fleet: Fleet,
+    fleet: Group,
     text: TextModel,
     model: common_pb2.ModelInfo,
     prompt_tokens: int,
@@ -197,7 +197,7 @@ def _stops(request: generate_pb2.GenerateRequest) -> tuple[str, ...]:
     return tuple(request.stop)
 
 
-def _exactness(given: common_pb2.Exactness, fleet: Fleet) -> common_pb2.Exactness:
+def _exactness(given: common_pb2.Exactness, fleet: Group) -> common_pb2.Exactness:
     if given in _EXACTNESS.values():
         return given
     if given != common_pb2.EXACTNESS_UNSPECIFIED:
@@ -206,21 +206,27 @@ def _exactness(given: common_pb2.Exactness, fleet: Fleet) -> common_pb2.Exactnes
     return _EXACTNESS.get(fleet.settings.exactness, fleet.target.info.default_exactness)
 
 
-def _speculation(request: generate_pb2.GenerateRequest, fleet: Fleet) -> tuple[Choice | None, int]:
-    """The drafter and K. Zero tokens a round is plain decoding."""
+def _speculation(
+    request: generate_pb2.GenerateRequest, fleet: Group
+) -> tuple[Choice | None, int, bool]:
+    """The drafter, K, and whether K is only the most. Zero tokens a round is plain decoding.
+
+    A request that names K gets exactly that many; one that does not leaves them to the policy.
+    """
     wanted = request.speculation
     choice = fleet.choose(wanted.method or fleet.default_method())
+    limit = choice.drafter.max_draft_tokens if choice is not None else 0
     if not wanted.HasField("num_speculative_tokens"):
-        limit = choice.drafter.max_draft_tokens if choice is not None else 0
-        return choice, min(fleet.settings.num_speculative_tokens, limit)
+        if fleet.settings.adaptive_k:
+            return choice, limit, True
+        return choice, min(fleet.settings.num_speculative_tokens, limit), False
     k = wanted.num_speculative_tokens
+    field = "speculation.num_speculative_tokens"
     if choice is None:
         if k:
-            field, accepted = "speculation.num_speculative_tokens", f"0 with method {PLAIN}"
-            raise SpecwireError.field(field, k, accepted)
-        return None, 0
-    limit = choice.drafter.max_draft_tokens
+            raise SpecwireError.field(field, k, f"0 with method {PLAIN}")
+        return None, 0, False
     if k > limit:
         accepted = f"0 to {limit}, the most that {choice.drafter.method} proposes"
-        raise SpecwireError.field("speculation.num_speculative_tokens", k, accepted)
-    return (choice, k) if k else (None, 0)
+        raise SpecwireError.field(field, k, accepted)
+    return (choice, k, False) if k else (None, 0, False)

@@ -42,6 +42,10 @@ class WorkerState:
     device: str
     methods: tuple[str, ...]
     attention: AttentionReport
+    sessions: int
+    waiting: int
+    pages_free: int
+    pages_total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +110,8 @@ def _worker(worker: generate_pb2.GenerationServiceGetInfoResponse.Worker) -> Wor
             page_size_tokens=report.page_size_tokens,
             graph_mode=report.graph_mode,
         ),
+        sessions=worker.sessions,
+        waiting=worker.waiting,
+        pages_free=worker.pages_free,
+        pages_total=worker.pages_total,
     )

@@ -10,6 +10,7 @@ from engine.errors import BackendUnavailable, CheckpointError, EngineError
 from engine.runner import load_engine
 from specwire.errors import Reason, SpecwireError
 from target_svc.app import Loaded
+from target_svc.costs import measure
 from target_svc.settings import TargetSettings
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ def load_native(settings: TargetSettings) -> Loaded:
             table.truncate(min(start, table.length))
             engine.step([Item(table=table, ids=ids, start=start, draws=draws)])
         table.free()
-        return Loaded(engine, tokenizer_document(settings.model))
+        costs = tuple(measure(engine, settings.exactness == "exact"))
+        return Loaded(engine, tokenizer_document(settings.model), costs=costs)
     except BackendUnavailable as error:
         raise SpecwireError(Reason.BACKEND_UNAVAILABLE, str(error)) from error
     except CheckpointError as error:

@@ -55,7 +55,8 @@ def row(prefix: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
 
 
 class ToyEngine:
-    """Implements `engine.api.Engine`. `step_s` slows each step; a cleared `gate` holds them."""
+    """Implements `engine.api.Engine`. `step_s` slows each step, `item_s` each item in it; a
+    cleared `gate` holds them."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class ToyEngine:
         page_tokens: int = 16,
         max_length: int = 512,
         step_s: float = 0.0,
+        item_s: float = 0.0,
         rows_independent: bool = True,
         block: int = 8,
         chunk: int = 32,
@@ -81,6 +83,7 @@ class ToyEngine:
             page_tokens,
         )
         self.rows_independent = rows_independent
+        self.item_s = item_s
         self.step_s, self.block, self.chunk = step_s, block, chunk
         self.gate = threading.Event()
         self.gate.set()
@@ -111,8 +114,8 @@ class ToyEngine:
     def step(self, items: Sequence[Item]) -> list[ItemResult]:
         self.entered.set()
         self.gate.wait()
-        if self.step_s:
-            time.sleep(self.step_s)
+        if pause := self.step_s + self.item_s * len(items):
+            time.sleep(pause)
         if self.fail_steps:
             self.fail_steps -= 1
             raise RuntimeError("toy failure")
