@@ -1,4 +1,4 @@
-"""A first-order Markov target over ten tokens, drafts that guess at it, and a service for each.
+"""A first-order Markov target over ten tokens, and drafts that guess at it.
 
 The law of every pair of tokens is a known matrix, so the text that comes out of the services can be
 held against it. Noise is `engine.noise`, the reference of what every kernel reproduces.
@@ -10,26 +10,18 @@ import asyncio
 import functools
 import json
 import math
-import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from coordinator.host import CoordinatorHost
-from coordinator.settings import CoordinatorSettings
-from coordinator.tokenizer_cache import TokenizerCache
 from engine.api import Item, ItemResult
 from engine.noise import philox
 from specwire.client import AsyncClient
 from specwire.v1 import draft_pb2
-from target_svc.app import Loaded, TargetApp
-from target_svc.settings import TargetSettings
 from tests.service.coordinator_harness import Reply, ScriptedDraft, proposal
 from tests.service.toy_engine import ToyEngine
 
@@ -180,7 +172,7 @@ class MarkovDraft(ScriptedDraft):
         return [token if token % 2 == 0 else 1 for token in right]
 
 
-# -- services ------------------------------------------------------------------------------------
+# -- generations ---------------------------------------------------------------------------------
 
 
 def document() -> bytes:
@@ -188,37 +180,6 @@ def document() -> bytes:
     tokenizer.decoder = decoders.Fuse()
     fields = {"tokenizer": json.loads(tokenizer.to_str()), "chat_template": "", "special": {}}
     return json.dumps(fields).encode()
-
-
-@asynccontextmanager
-async def services(engine: MarkovEngine, draft: MarkovDraft) -> AsyncIterator[AsyncClient]:
-    """Target, draft and coordinator behind their real gRPC servers; a client of the last."""
-    with tempfile.TemporaryDirectory() as folder:
-        target_address, draft_address = f"unix:{folder}/t", f"unix:{folder}/d"
-        settings = TargetSettings(address=target_address, drain_ms=0, reflection=False)
-        app = TargetApp(settings, lambda _: Loaded(engine, document()))
-        await app.start()
-        await draft.start(draft_address)
-        chosen = CoordinatorSettings(
-            address=f"unix:{folder}/c",
-            target=target_address,
-            draft=(draft_address,),
-            num_speculative_tokens=BLOCK - 1,
-            drain_ms=0,
-            reflection=False,
-            # A slow machine must not turn proposals into late ones.
-            proposal_wait_min_ms=5_000,
-            draft_open_ms=10_000,
-        )
-        try:
-            async with CoordinatorHost(chosen, TokenizerCache(Path(folder))) as host:
-                for worker in (host.fleet.target, *host.fleet.drafts):
-                    assert await worker.link.wait_ready(10)
-                async with AsyncClient(host.address) as client:
-                    yield client
-        finally:
-            await draft.stop()
-            await app.stop()
 
 
 async def texts(client: AsyncClient, count: int, tokens: int) -> list[Any]:

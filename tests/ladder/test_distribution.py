@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.ladder.markov import (
+    BLOCK,
     TARGET,
     VOCAB,
     FreshNoiseRejection,
@@ -15,11 +16,12 @@ from tests.ladder.markov import (
     SharedNoiseRejection,
     chi_square,
     chi_square_limit,
+    document,
     draw,
     pair_counts,
-    services,
     texts,
 )
+from tests.ladder.services import services
 
 SESSIONS = 64
 ALL = ("coupled", "independent", "mostly_right", "biased")
@@ -32,8 +34,16 @@ LIMIT = chi_square_limit(FREEDOM, 4.75)
 async def measured(engine: MarkovEngine, ways: tuple[str, ...], pairs: int) -> tuple[float, Any]:
     """Chi-square of `pairs` token pairs against the transition matrix, and the generations."""
     tokens = pairs // SESSIONS
-    async with services(engine, MarkovDraft(ways)) as client:
-        results = await texts(client, SESSIONS, tokens)
+    async with services(
+        engine,
+        document(),
+        [MarkovDraft(ways)],
+        num_speculative_tokens=BLOCK - 1,
+        # A slow machine must not turn proposals into late ones.
+        proposal_wait_min_ms=5_000,
+        draft_open_ms=10_000,
+    ) as made:
+        results = await texts(made.client, SESSIONS, tokens)
     sequences = [[number % VOCAB, *r.token_ids] for number, r in enumerate(results)]
     counts = pair_counts(sequences)
     assert counts.sum() == pairs
