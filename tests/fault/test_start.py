@@ -202,7 +202,7 @@ def test_the_real_command_says_the_same() -> None:
 def test_checkpoints_of_the_target(
     starter: Starter, good: Path, breaks: Break, parts: list[str], tmp_path: Path
 ) -> None:
-    """WC-17, WC-30: strict in both directions, before anything is served."""
+    """DF-18, WC-17, WC-30: strict in both directions, before anything is served."""
     folder = checkpoints.copy(good, tmp_path / "broken", breaks)
     ended = starter.run("target_svc", "--address", f"unix:{tmp_path}/s", "--model", str(folder))
     refused(ended, *parts)
