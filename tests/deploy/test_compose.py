@@ -35,7 +35,7 @@ def test_the_file_fits_the_compose_schema(schema: Validator) -> None:
     [
         ("services.target.helthcheck", {}),
         ("services.target.healthcheck.retries", [3]),
-        ("services.target.healthcheck.intervall", "1s"),
+        ("services.target.healthcheck.interval_s", "1s"),
         ("services.target.command", 7),
         ("services.target.ports", [7001, 7001]),
         ("services.coordinator.depends_on.target", {"condition": "healthy"}),

@@ -51,13 +51,13 @@ def refused(ended: Ended, *parts: str) -> None:
 
 @pytest.mark.parametrize("module", SERVICES)
 def test_unknown_settings(starter: Starter, module: str, tmp_path: Path) -> None:
-    refused(starter.run(module, "--adress", "x"), "--adress x", "--help")
-    variable = PREFIXES[module] + "ADRESS"
+    refused(starter.run(module, "--addresses", "x"), "--addresses x", "--help")
+    variable = PREFIXES[module] + "ADDRESSES"
     ended = starter.run(module, environment={variable: "x"})
     refused(ended, variable, "accepted: ", PREFIXES[module] + "ADDRESS", "--help")
     file = tmp_path / "s.yaml"
-    file.write_text("adress: x\n")
-    refused(starter.run(module, "--config", str(file)), "adress is 'x'", "accepted: ", "address")
+    file.write_text("addresses: x\n")
+    refused(starter.run(module, "--config", str(file)), "addresses is 'x'", "accepted: ", "address")
 
 
 @pytest.mark.parametrize("module", SERVICES)
