@@ -34,6 +34,10 @@ class Cable:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.unplug()
+
+    def unplug(self) -> None:
+        """Cuts for good."""
         self._server.close()
         self.cut()
 
