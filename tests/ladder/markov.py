@@ -191,6 +191,7 @@ async def texts(client: AsyncClient, count: int, tokens: int) -> list[Any]:
             max_tokens=tokens,
             temperature=1.0,
             seed=1000 + number,
+            num_speculative_tokens=BLOCK - 1,
             return_token_ids=True,
         )
 

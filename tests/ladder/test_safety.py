@@ -72,6 +72,7 @@ async def run(made: Services) -> dict[str, Generation]:
             temperature=0.0,
             seed=0,
             method="other" if who == "third" else "toy",
+            num_speculative_tokens=K,
             return_token_ids=True,
         )
 
