@@ -136,6 +136,8 @@ class Link(Generic[ItemT]):
         log.info("link ready", extra={"address": self.address})
         try:
             async for frame in call:
+                if frame is None:  # what gRPC gives for bytes that it cannot decode
+                    raise SpecwireError(Reason.INTERNAL, "the worker sent a malformed frame")
                 self._read(frame)
         finally:
             self._ready.clear()
