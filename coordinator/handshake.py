@@ -10,6 +10,8 @@ from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
 
+_SLOTS = draft_pb2.SlotMode.Name
+
 
 def check_worker(role: str, worker: common_pb2.WorkerInfo) -> None:
     if worker.protocol_major != PROTOCOL_MAJOR:
@@ -43,9 +45,11 @@ def check_target(info: target_pb2.TargetServiceGetInfoResponse) -> None:
             "drive: the target drives its own loop (ENGINE), this coordinator drives (COORDINATOR)"
         )
         raise SpecwireError(Reason.UNSUPPORTED, text)
-    if not info.model.vocab_size or not info.model.max_length_tokens:
-        text = "the target names no vocabulary size or maximum length"
-        raise SpecwireError(Reason.MODEL_MISMATCH, text)
+    sizes = {"vocabulary": info.model.vocab_size, "maximum length": info.model.max_length_tokens}
+    for name, size in sizes.items():
+        if not size:
+            text = f"{name}: the target has {size}; accepted: 1 or more"
+            raise SpecwireError(Reason.MODEL_MISMATCH, text, {"field": name, "target": str(size)})
 
 
 def check_drafter(
@@ -64,10 +68,24 @@ def check_drafter(
     for name, wanted, has in pairs:
         if wanted and has and wanted != has:
             raise _mismatch(drafter, name, wanted, has)
-    if not drafter.max_draft_tokens:
-        raise _mismatch(drafter, "max_draft_tokens", 0, "1 or more")
+    _check_block(drafter)
+    if drafter.HasField("mask_token_id") and drafter.mask_token_id >= model.vocab_size:
+        has = f"ids below {model.vocab_size}"
+        raise _mismatch(drafter, "mask_token_id", drafter.mask_token_id, has)
     if drafter.needs_rows:
         _check_rows(target, drafter)
+
+
+def _check_block(drafter: draft_pb2.DrafterInfo) -> None:
+    """A block of B slots proposes B tokens, or B - 1 where the first slot is the anchor's."""
+    k, block = drafter.max_draft_tokens, drafter.block_size
+    if not k:
+        raise _mismatch(drafter, "max_draft_tokens", 0, "1 or more")
+    most = block - (drafter.slot_mode == draft_pb2.SLOT_MODE_FILL_IN)
+    if block and k > most:
+        text = f"max_draft_tokens {k}"
+        accepted = f"{most}, its block of {block} slots in {_SLOTS(drafter.slot_mode)}"
+        raise _mismatch(drafter, "block size", text, accepted)
 
 
 def _check_rows(

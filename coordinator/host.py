@@ -1,4 +1,4 @@
-"""Starts and stops a coordinator: links, public server, health that follows the target."""
+"""Starts and stops a coordinator: links, public server, health that follows the targets."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class CoordinatorHost:
         return self._host.addresses[0]
 
     async def _watch(self) -> None:
-        """Serving means: a request would find the target."""
+        """Serving means: a request would find a target."""
         serving = False
         while True:
-            if self.fleet.target.link.ready != serving:
+            if self.fleet.serving != serving:
                 serving = not serving
                 await self._host.set_serving(serving)
             await asyncio.sleep(_HEALTH_S)

@@ -61,7 +61,8 @@ def model_table(server: ServerInfo) -> Table:
         "size": f"{model.layer_count} layers x {model.hidden_size}, {model.vocab_size} tokens",
         "longest session": f"{model.max_length_tokens} tokens",
         "methods": ", ".join(server.methods),
-        "default": f"{server.default_method}, K={server.default_num_speculative_tokens}, "
+        "default": f"{server.default_method}, "
+        f"K={server.default_num_speculative_tokens or 'adaptive'}, "
         f"{server.default_exactness}",
         "contract levels": ", ".join(server.contract_levels),
         "protocol": ".".join(map(str, server.protocol)),
@@ -73,7 +74,7 @@ def model_table(server: ServerInfo) -> Table:
 
 def worker_table(server: ServerInfo) -> Table:
     table = Table(title="workers", title_justify="left")
-    for header in ("role", "state", "device", "methods", "attention", "KV"):
+    for header in ("role", "state", "load", "device", "methods", "attention", "KV"):
         table.add_column(header, overflow="fold")
     for worker in server.workers:
         report = worker.attention
@@ -82,5 +83,8 @@ def worker_table(server: ServerInfo) -> Table:
         chosen = "-"
         if report.chosen:
             chosen = f"{report.chosen} ({report.policy}), CUDA graphs {report.graph_mode}"
-        table.add_row(worker.role, worker.state, worker.device, methods, chosen, kv)
+        load = f"{worker.sessions} sessions, {worker.waiting} waiting"
+        if worker.pages_total:
+            load += f", {worker.pages_free}/{worker.pages_total} pages free"
+        table.add_row(worker.role, worker.state, load, worker.device, methods, chosen, kv)
     return table

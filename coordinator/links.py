@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
 
+from coordinator.mailbox import Mailbox
 from specwire.errors import Reason, SpecwireError, from_rpc_error
 from specwire.rpc import Outbox, OutboxFull
 from specwire.v1 import common_pb2, target_pb2
@@ -24,56 +24,7 @@ ItemT = TypeVar("ItemT")
 # Pause before the next try. An absent worker may come any moment, and the channel below paces the
 # connects themselves (0.1-2 s); one that does not fit will hardly change.
 _BACKOFF_S, _ABSENT_S, _REFUSED_S = 0.1, 0.25, 2.0
-# Replies a session may leave unread; a worker that sends more is not answering it.
-_MAILBOX_LIMIT = 1024
 _REFUSALS = (Reason.MODEL_MISMATCH, Reason.UNSUPPORTED)
-
-
-class Mailbox:
-    """Replies of one worker to one generation of one session, with their arrival in nanoseconds."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[int, Any]] = deque(maxlen=_MAILBOX_LIMIT)
-        self._error: SpecwireError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, message: Any) -> None:
-        self._queue.append((time.perf_counter_ns(), message))
-        self._wake()
-
-    def fail(self, error: SpecwireError) -> None:
-        self._error = self._error or error
-        self._wake()
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    def take(self) -> tuple[int, Any] | None:
-        """The next reply if there is one, without waiting."""
-        return self._queue.popleft() if self._queue else None
-
-    async def get(self, until: float | None) -> tuple[int, Any] | None:
-        """The next reply; None at the loop time `until`. Raises what the link failed with."""
-        loop = asyncio.get_running_loop()
-        while not self._queue:
-            if self._error is not None:
-                raise self._error
-            if until is not None and loop.time() >= until:
-                return None
-            self._waiter = loop.create_future()
-            timer = None if until is None else loop.call_at(until, self._wake)
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-                if timer is not None:
-                    timer.cancel()
-        return self._queue.popleft()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Link(Generic[ItemT]):
@@ -97,6 +48,8 @@ class Link(Generic[ItemT]):
         self.state, self.reason = "connecting", ""
         self.incarnation = 0
         self.dropped: Counter[str] = Counter()
+        # What the worker last said of its load; None before the first frame that says it.
+        self.load: Any = None
         self._coordinator = coordinator
         self._greet, self._open_stream, self._frame = greet, open_stream, frame
         self._heartbeat = heartbeat
@@ -109,6 +62,11 @@ class Link(Generic[ItemT]):
     @property
     def ready(self) -> bool:
         return self._ready.is_set()
+
+    @property
+    def sessions(self) -> int:
+        """Sessions of this coordinator that the worker holds."""
+        return len(self._mailboxes)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         try:
@@ -170,6 +128,7 @@ class Link(Generic[ItemT]):
 
     async def _stream(self) -> None:
         self._call = call = self._open_stream()
+        self.load = None
         self._outbox = Outbox()
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
         self.state, self.reason = "ready", ""
@@ -177,6 +136,8 @@ class Link(Generic[ItemT]):
         log.info("link ready", extra={"address": self.address})
         try:
             async for frame in call:
+                if frame is None:  # what gRPC gives for bytes that it cannot decode
+                    raise SpecwireError(Reason.INTERNAL, "the worker sent a malformed frame")
                 self._read(frame)
         finally:
             self._ready.clear()
@@ -212,6 +173,8 @@ class Link(Generic[ItemT]):
         if frame.incarnation != self.incarnation:
             self.dropped["incarnation"] += max(1, len(frame.replies))
             return
+        if frame.HasField("load"):
+            self.load = frame.load
         for reply in frame.replies:
             kind = reply.WhichOneof("reply")
             if kind == "heartbeat_ack":

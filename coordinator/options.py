@@ -14,6 +14,7 @@ import typer
 
 from coordinator.local import LocalDeployment, LocalOptions
 from coordinator.runtime_file import running_address
+from specwire.errors import SpecwireError
 
 Address = Annotated[
     str,
@@ -29,11 +30,58 @@ Temperature = Annotated[
 ]
 TopK = Annotated[int | None, typer.Option(min=0, help="Keep the K likeliest tokens; 0: all.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the likeliest share of tokens: (0, 1].")]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Drop tokens below this share of the likeliest one's probability: [0, 1]."),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Above 1 makes tokens of prompt and answer less likely: (0, 10]."),
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="Taken once from each token of the answer so far: [-2, 2].")
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="Taken per occurrence in the answer so far: [-2, 2].")
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be given several times."),
+]
+BadWord = Annotated[
+    list[str] | None,
+    typer.Option(help="The answer must not have this word; may be given several times."),
+]
+MinTokens = Annotated[
+    int | None, typer.Option(min=0, help="The answer does not end before so many tokens.")
+]
+Choices = Annotated[int | None, typer.Option("-n", min=1, help="Answers to this prompt, 1 to 16.")]
 Seed = Annotated[
     int | None, typer.Option(min=0, help="Same seed, same tokens, whichever drafter is attached.")
 ]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End before this text; may be given several times.")
+]
+StopTokenId = Annotated[
+    list[int] | None, typer.Option(min=0, help="End with this token; may be given several times.")
+]
+IncludeStop = Annotated[
+    bool, typer.Option("--include-stop", help="Keep the text that ended the answer in it.")
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on behind the model's end-of-text token.")
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="With --json: log probability of each token, and so many alternatives."
+    ),
+]
+PromptLogprobs = Annotated[
+    int | None, typer.Option(min=0, help="With --json: the same for the tokens of the prompt.")
+]
+Priority = Annotated[
+    int | None, typer.Option(help="Lower comes first where requests compete for the target.")
 ]
 Method = Annotated[
     str,
@@ -52,6 +100,18 @@ Exactness = Annotated[
         "Unset: the server's default."
     ),
 ]
+
+
+def biases(given: list[str] | None) -> dict[int, float]:
+    """Of `ID=VALUE` each."""
+    found: dict[int, float] = {}
+    for text in given or ():
+        token, _, value = text.partition("=")
+        try:
+            found[int(token)] = float(value)
+        except ValueError:
+            raise SpecwireError.field("--logit-bias", text, "ID=VALUE, as 42=-1.5") from None
+    return found
 
 
 def say(line: str) -> None:

@@ -1,144 +1,28 @@
-"""The workers of this coordinator (static endpoints) and which drafter a request gets."""
+"""Which target a session gets, and which drafter: identity first, then what is cached, then load.
+
+Targets of one model (name, weights, tokenizer) are a group. A request sees one group only.
+"""
 
 from __future__ import annotations
 
-import logging
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import grpc
-
-from coordinator.breaker import Breaker
-from coordinator.handshake import check_drafter, check_target, check_worker
-from coordinator.links import Link
+from coordinator.affinity import PrefixIndex
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
+from coordinator.workers import DraftWorker, ModelKey, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import channel_options, new_incarnation
-from specwire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-
-log = logging.getLogger(__name__)
+from specwire.rpc import new_incarnation
+from specwire.v1 import draft_pb2
 
 PLAIN = "plain"
-_INFO_TIMEOUT_S = 5.0
-# Weight of the newest step in the running mean of step times.
-_STEP_WEIGHT = 0.1
-
-
-def _channel(address: str) -> grpc.aio.Channel:
-    # Workers are local or in one network: a proxy from the environment is never meant for them.
-    options = [*channel_options(link=True), ("grpc.enable_http_proxy", 0)]
-    return grpc.aio.insecure_channel(address, options=options)
-
-
-class TargetWorker:
-    """The target: what it said, its tokenizer, and how long its steps take."""
-
-    def __init__(
-        self, settings: CoordinatorSettings, coordinator: int, cache: TokenizerCache
-    ) -> None:
-        self._channel = _channel(settings.target)
-        self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
-        self._cache = cache
-        self.info: target_pb2.TargetServiceGetInfoResponse | None = None
-        self.text: TextModel | None = None
-        # Running mean of what a step takes in the target; None before the first.
-        self.step_s: float | None = None
-        self.link: Link[target_pb2.TargetItem] = Link(
-            address=settings.target,
-            coordinator=coordinator,
-            lease_ms=settings.lease_ms,
-            greet=self._greet,
-            open_stream=lambda: self._stub.Link(),
-            frame=lambda items: target_pb2.TargetServiceLinkRequest(items=items),
-            heartbeat=lambda beat: target_pb2.TargetItem(heartbeat=beat),
-        )
-
-    async def _greet(self) -> int:
-        request = target_pb2.TargetServiceGetInfoRequest()
-        info = await self._stub.GetInfo(request, timeout=_INFO_TIMEOUT_S)
-        check_target(info)
-        known = self.info.model.tokenizer_hash if self.info is not None else None
-        if self.text is None or known != info.model.tokenizer_hash:
-            document = await self._cache.document(self._stub, info.model.tokenizer_hash)
-            self.text = TextModel(document)
-        self.info = info
-        return info.worker.incarnation
-
-    @property
-    def identity(self) -> tuple[str, str]:
-        """What must stay the same for a session to go on: the model, and how it computes."""
-        if self.info is None:
-            return "", ""
-        return self.info.model.fingerprint, self.info.numerics_fingerprint
-
-    def note_step(self, seconds: float) -> None:
-        if self.step_s is None:
-            self.step_s = seconds
-        self.step_s += _STEP_WEIGHT * (seconds - self.step_s)
-
-    async def stop(self) -> None:
-        await self.link.stop()
-        await self._channel.close()
-
-
-class DraftWorker:
-    """One draft service: drafters that fit the target, and why the others do not."""
-
-    def __init__(
-        self, address: str, settings: CoordinatorSettings, coordinator: int, target: TargetWorker
-    ) -> None:
-        self._channel = _channel(address)
-        self._stub = draft_pb2_grpc.DraftServiceStub(self._channel)
-        self._target = target
-        self.address = address
-        self.info: draft_pb2.DraftServiceGetInfoResponse | None = None
-        self.breaker = Breaker(settings.breaker_lates, settings.breaker_open_ms / 1000)
-        self.link: Link[draft_pb2.DraftItem] = Link(
-            address=address,
-            coordinator=coordinator,
-            lease_ms=settings.lease_ms,
-            greet=self._greet,
-            open_stream=lambda: self._stub.Link(),
-            frame=lambda items: draft_pb2.DraftServiceLinkRequest(items=items),
-            heartbeat=lambda beat: draft_pb2.DraftItem(heartbeat=beat),
-        )
-
-    async def _greet(self) -> int:
-        request = draft_pb2.DraftServiceGetInfoRequest()
-        info = await self._stub.GetInfo(request, timeout=_INFO_TIMEOUT_S)
-        check_worker("draft", info.worker)
-        self.info = info
-        # A new process owes nothing for the old one's lateness.
-        self.breaker.success()
-        fitting, refused = self.judge()
-        for text in refused.values():
-            log.warning("drafter refused", extra={"address": self.address, "why": text})
-        if refused and not fitting:
-            raise SpecwireError(Reason.MODEL_MISMATCH, "; ".join(refused.values()))
-        return info.worker.incarnation
-
-    def judge(self) -> tuple[dict[str, draft_pb2.DrafterInfo], dict[str, str]]:
-        """Drafters that fit the target as it is now, and the refusals of the others."""
-        fitting: dict[str, draft_pb2.DrafterInfo] = {}
-        refused: dict[str, str] = {}
-        if self.info is None or self._target.info is None:
-            return fitting, refused
-        for drafter in self.info.drafters:
-            try:
-                check_drafter(self._target.info, drafter)
-                fitting[drafter.method] = drafter
-            except SpecwireError as error:
-                refused[drafter.method] = error.message
-        return fitting, refused
-
-    @property
-    def push_address(self) -> str:
-        return (self.info.push_address if self.info is not None else "") or self.address
-
-    async def stop(self) -> None:
-        await self.link.stop()
-        await self._channel.close()
+# A cached beginning is worth going to a worker with at most twice the sessions of the least busy
+# one, and a few more: beyond that the queue costs more than the prompt.
+_BUSY_FACTOR, _BUSY_SLACK = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,51 +39,193 @@ class Fleet:
     def __init__(self, settings: CoordinatorSettings, cache: TokenizerCache | None = None) -> None:
         self.settings = settings
         self.incarnation = new_incarnation()
-        self.target = TargetWorker(settings, self.incarnation, cache or TokenizerCache())
+        tokenizers = cache or TokenizerCache()
+        self.targets = [
+            TargetWorker(address, settings, self.incarnation, tokenizers)
+            for address in settings.target
+        ]
         self.drafts = [
-            DraftWorker(address, settings, self.incarnation, self.target)
+            DraftWorker(address, settings, self.incarnation, self.targets)
             for address in settings.draft
         ]
+        # What targets have in their prefix caches, and drafts in their row caches.
+        self.prefixes, self.rows = PrefixIndex(), PrefixIndex()
 
     def start(self) -> None:
-        self.target.link.start()
-        for draft in self.drafts:
-            draft.link.start()
+        for worker in self.workers:
+            worker.link.start()
 
     async def stop(self) -> None:
-        for draft in self.drafts:
-            await draft.stop()
-        await self.target.stop()
+        for worker in reversed(self.workers):
+            await worker.stop()
+
+    @property
+    def workers(self) -> list[Worker[Any]]:
+        return [*self.targets, *self.drafts]
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request would find a target."""
+        return any(target.link.ready for target in self.targets)
+
+    def groups(self) -> list[Group]:
+        """One per model seen, in the order of the addresses."""
+        keys = dict.fromkeys(key for t in self.targets if (key := t.model_key) is not None)
+        return [Group(self, key) for key in keys]
+
+    def group(self, model: str) -> Group:
+        """The targets of a model; of the only one for an empty name.
+
+        Raises NO_TARGET when none of them is up, MODEL_UNKNOWN naming those that are served.
+        """
+        groups = self.groups()
+        names = list(dict.fromkeys(group.name for group in groups))
+        if not groups:
+            raise self._no_target(self.targets)
+        if (not model and len(names) > 1) or (model and model not in names):
+            accepted = ", ".join(names)
+            raise SpecwireError.field("model", model, accepted, Reason.MODEL_UNKNOWN)
+        found = [group for group in groups if not model or group.name == model]
+        for group in found:
+            if group.ready:
+                return group
+        raise self._no_target([target for group in found for target in group.targets])
+
+    def _no_target(self, targets: Sequence[TargetWorker]) -> SpecwireError:
+        said = [f"{t.address} is {t.link.state}: {t.link.reason or 'no answer'}" for t in targets]
+        return SpecwireError(Reason.NO_TARGET, "no target serves: " + "; ".join(said))
+
+
+class Group:
+    """The targets of one model and the drafters that fit them, as they are at this moment."""
+
+    def __init__(self, fleet: Fleet, key: ModelKey) -> None:
+        self.fleet, self.settings, self._key = fleet, fleet.settings, key
+        self.name = key[0]
+
+    @property
+    def targets(self) -> list[TargetWorker]:
+        return [t for t in self.fleet.targets if t.model_key == self._key]
+
+    @property
+    def ready(self) -> bool:
+        return any(t.link.ready for t in self.targets)
+
+    @property
+    def target(self) -> TargetWorker:
+        """One that speaks for all of them: an up one before one that is down."""
+        return max(self.targets, key=lambda t: t.link.ready)
+
+    @property
+    def text(self) -> TextModel:
+        text = self.target.text
+        assert text is not None, "a target with a known model has its tokenizer"
+        return text
+
+    # -- targets ---------------------------------------------------------------------------------
+
+    def place(
+        self,
+        ids: Sequence[int],
+        tokens: int,
+        *,
+        numerics: str | None = None,
+        avoid: TargetWorker | None = None,
+    ) -> TargetWorker | None:
+        """The target for a session of `tokens` tokens in all that begins with `ids`.
+
+        `numerics` restricts to targets that compute alike. None: no target fits and is up.
+        """
+        found = [t for t in self._alike(numerics) if t.link.ready and t is not avoid]
+        found = [t for t in found if not t.draining] or found
+        if len(found) < 2:
+            return found[0] if found else None
+        cached = self.fleet.prefixes.matches(ids)
+        most = _BUSY_FACTOR * min(t.busy for t in found) + _BUSY_SLACK
+
+        def rank(target: TargetWorker) -> tuple[bool, int, int, int, int]:
+            free = target.free_tokens
+            fits = free is None or free >= tokens
+            have = cached.get(target.link.incarnation, 0) if target.busy <= most else 0
+            return fits, have, -target.waiting, -target.busy, free or 0
+
+        return max(found, key=rank)
+
+    async def wait_target(self, numerics: str | None, timeout_s: float) -> bool:
+        """Waits until a target that computes alike is up."""
+        waits = [asyncio.ensure_future(t.link.wait_ready(timeout_s)) for t in self._alike(numerics)]
+        if not waits:
+            return False
+        try:
+            for done in asyncio.as_completed(waits):
+                if await done:
+                    return True
+            return False
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _alike(self, numerics: str | None) -> list[TargetWorker]:
+        return [t for t in self.targets if numerics is None or t.numerics == numerics]
+
+    # -- drafters --------------------------------------------------------------------------------
 
     def methods(self) -> list[str]:
         """What requests may name: plain, and each drafter that fits and was seen."""
-        found = {method for draft in self.drafts for method in draft.judge()[0]}
-        return [PLAIN, *sorted(found)]
+        return [PLAIN, *sorted({c.drafter.method for c in self._choices()})]
 
     def default_method(self) -> str:
         known = self.methods()
         if self.settings.default_method in known:
             return self.settings.default_method
-        for draft in self.drafts:
-            for method, drafter in draft.judge()[0].items():
-                if drafter.is_default:
-                    return method
+        for choice in self._choices():
+            if choice.drafter.is_default:
+                return choice.drafter.method
         return "ngram" if "ngram" in known else PLAIN
 
     def choose(self, method: str) -> Choice | None:
-        """The drafter for a method: one that is up before one that is down; None for plain."""
+        """A drafter for a method, an up one before one that is down; None for plain."""
         if method == PLAIN:
             return None
-        found = [
-            Choice(draft, drafters[method])
-            for draft in self.drafts
-            if method in (drafters := draft.judge()[0])
-        ]
+        found = [c for c in self._choices() if c.drafter.method == method]
         if not found:
             accepted = ", ".join(self.methods()) + self._refusals(method)
             raise SpecwireError.field("speculation.method", method, accepted, Reason.METHOD_UNKNOWN)
         return max(found, key=lambda c: (c.worker.link.ready, not c.worker.breaker.open))
 
+    def drafter(self, method: str, target: TargetWorker, ids: Sequence[int] = ()) -> Choice | None:
+        """The drafter of a method for a session at this target; None when none fits it."""
+        found = [
+            Choice(draft, drafters[method])
+            for draft in self.fleet.drafts
+            if method in (drafters := draft.judge(target)[0])
+        ]
+        if len(found) < 2:
+            return found[0] if found else None
+        cached = self.fleet.rows.matches(ids)
+        most = _BUSY_FACTOR * min(c.worker.busy for c in found) + _BUSY_SLACK
+
+        def rank(choice: Choice) -> tuple[bool, bool, int, int]:
+            link, busy = choice.worker.link, choice.worker.busy
+            have = cached.get(link.incarnation, 0) if busy <= most else 0
+            return link.ready, not choice.worker.breaker.open, have, -busy
+
+        return max(found, key=rank)
+
+    def _choices(self) -> list[Choice]:
+        """Every drafter that fits a target of this group."""
+        return [
+            Choice(draft, drafter)
+            for target in self.targets
+            for draft in self.fleet.drafts
+            for drafter in draft.judge(target)[0].values()
+        ]
+
     def _refusals(self, method: str) -> str:
-        texts = [text for draft in self.drafts if (text := draft.judge()[1].get(method))]
+        texts = dict.fromkeys(
+            text
+            for target in self.targets
+            for draft in self.fleet.drafts
+            if (text := draft.judge(target)[1].get(method))
+        )
         return f" ({'; '.join(texts)})" if texts else ""

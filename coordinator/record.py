@@ -35,6 +35,10 @@ class Record:
     accepted: list[int] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
     phase_ns: Counter[str] = field(default_factory=Counter)
+    # Of the accepted tokens, by the method that proposed them, where a drafter said so.
+    by_source: Counter[str] = field(default_factory=Counter)
+    # Times the session went on at another target.
+    target_moves: int = 0
 
     def fell_back(self, cause: str) -> None:
         self.fallbacks[cause] += 1
@@ -62,6 +66,8 @@ class Record:
             per_step_drafted=self.drafted,
             per_step_accepted=self.accepted,
             ttft_ms=(self.first_ns - self.started_ns) / 1e6 if self.first_ns else 0.0,
+            accepted_by_source=dict(self.by_source),
+            target_moves=self.target_moves,
             total_ms=(now - self.started_ns) / 1e6,
         )
 

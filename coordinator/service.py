@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from coordinator.links import Link
 from coordinator.metrics import Metrics
-from coordinator.placement import DraftWorker, Fleet
-from coordinator.session import Deliver, Session
+from coordinator.placement import PLAIN, Fleet, Group
+from coordinator.session import Deliver, Session, SessionSpec
 from coordinator.validation import check
+from coordinator.workers import DraftWorker, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from specwire.v1 import generate_pb2, generate_pb2_grpc
+from specwire.sampling import MAX_CHOICES
+from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 
 SERVICE_NAME = "specwire.v1.GenerationService"
 _Worker = generate_pb2.GenerationServiceGetInfoResponse.Worker
@@ -31,19 +33,62 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> None:
-        session = self._admit(request, context)
-        number = next(self._numbers)
-        live = self.sessions[number] = Session(self._fleet, number, *session)
+        lives = self._sessions(*self._admit(request, context))
+        self.sessions |= lives
+
         # A call that was cut while nothing of ours awaited is closed all the same.
-        context.add_done_callback(lambda _: live.close())
+        def cut(_: Any) -> None:
+            for live in lives.values():
+                live.close()
 
-        async def deliver(delta: generate_pb2.Delta) -> None:
-            await context.write(generate_pb2.GenerateResponse(delta=delta))
+        context.add_done_callback(cut)
+        try:
+            await self._answers(lives, context)
+        finally:
+            for number in lives:
+                del self.sessions[number]
 
-        finished = await self._run(number, live, deliver)
-        await context.write(generate_pb2.GenerateResponse(finished=finished))
+    def _sessions(self, group: Group, spec: SessionSpec) -> dict[int, Session]:
+        """One per choice; what belongs to the prompt is the first one's business."""
+        text = group.text
+        first = Session(group, next(self._numbers), spec, text)
+        lives = {first.session_id: first}
+        for choice in range(1, spec.n):
+            sampling = common_pb2.Sampling()
+            sampling.CopyFrom(spec.answer.sampling)
+            sampling.choice = choice
+            answer = replace(spec.answer, sampling=sampling, prompt_logprobs=None)
+            number = next(self._numbers)
+            own = replace(spec, answer=answer)
+            lives[number] = Session(group, number, own, text, parent=first)
+        return lives
 
-    async def _run(self, number: int, live: Session, deliver: Deliver) -> generate_pb2.Finished:
+    async def _answers(self, lives: dict[int, Session], context: Any) -> None:
+        """All choices at once. The first that fails ends the others, and the call."""
+        writing = asyncio.Lock()  # a call takes one message at a time
+
+        async def answer(choice: int, live: Session) -> None:
+            async def deliver(delta: generate_pb2.Delta) -> None:
+                async with writing:
+                    await context.write(generate_pb2.GenerateResponse(delta=delta, choice=choice))
+
+            finished = await self._run(live, deliver)
+            async with writing:
+                await context.write(generate_pb2.GenerateResponse(finished=finished, choice=choice))
+
+        if len(lives) == 1:
+            await answer(0, *lives.values())
+            return
+        # Not a TaskGroup: before Python 3.13 one that fails leaves its caller marked as cancelled.
+        tasks = [asyncio.create_task(answer(*pair)) for pair in enumerate(lives.values())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _run(self, live: Session, deliver: Deliver) -> generate_pb2.Finished:
         outcome = "cancelled"
         self._metrics.sessions.inc()
         try:
@@ -55,64 +100,88 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             outcome = error.reason.lower()
             raise
         finally:
-            del self.sessions[number]
             self._metrics.sessions.dec()
             for cause, rounds in live.record.fallbacks.items():
                 self._metrics.fell_back(cause, rounds)
             if outcome != "ok":
                 self._metrics.failed(live.record.method, outcome)
 
-    def _admit(self, request: generate_pb2.GenerateRequest, context: Any) -> tuple[Any, Any]:
-        settings, target = self._fleet.settings, self._fleet.target
+    def _admit(
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> tuple[Group, SessionSpec]:
+        settings = self._fleet.settings
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this coordinator is shutting down")
-        if not target.link.ready or target.text is None:
-            why = target.link.reason or "not connected yet"
-            raise SpecwireError(Reason.NO_TARGET, f"the target is {target.link.state}: {why}")
-        if len(self.sessions) >= settings.max_sessions:
-            text = f"{settings.max_sessions} requests run already"
+        group = self._fleet.group(request.model)
+        # Whether `n` can be at all is checked below, with the rest.
+        wanted = min(max(1, request.n), MAX_CHOICES)
+        if len(self.sessions) + wanted > settings.max_sessions:
+            text = f"{len(self.sessions)} of {settings.max_sessions} sessions run already"
             limit = {"limit": str(settings.max_sessions)}
             raise SpecwireError(Reason.QUEUE_FULL, text, limit)
         left_s = context.time_remaining()
         deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
         found = dict(context.invocation_metadata() or ())
         traceparent = str(found.get("traceparent", ""))[:64]
-        return check(request, self._fleet, target.text, deadline, traceparent), target.text
+        return group, check(request, group, group.text, deadline, traceparent)
 
     async def GetInfo(
         self, request: generate_pb2.GenerationServiceGetInfoRequest, context: Any
     ) -> generate_pb2.GenerationServiceGetInfoResponse:
-        fleet, info = self._fleet, self._fleet.target.info
-        workers = [self._target(), *map(_draft, fleet.drafts)]
+        fleet = self._fleet
+        groups = fleet.groups()
+        first = groups[0] if groups else None
+        info = first.target.info if first is not None else None
         return generate_pb2.GenerationServiceGetInfoResponse(
             version=metadata.version("specwire"),
             protocol_major=PROTOCOL_MAJOR,
             protocol_minor=PROTOCOL_MINOR,
             model=info.model if info is not None else None,
-            workers=workers,
-            methods=fleet.methods(),
-            default_method=fleet.default_method(),
+            workers=[*(_target(t, first) for t in fleet.targets), *map(_draft, fleet.drafts)],
+            methods=first.methods() if first is not None else [PLAIN],
+            default_method=first.default_method() if first is not None else PLAIN,
             default_exactness=info.default_exactness if info is not None else None,
             contract_levels=info.contract_levels if info is not None else (),
-            default_num_speculative_tokens=fleet.settings.num_speculative_tokens,
+            # Zero: chosen for each round.
+            default_num_speculative_tokens=0
+            if fleet.settings.adaptive_k
+            else fleet.settings.num_speculative_tokens,
         )
 
-    def _target(self) -> _Worker:
-        target = self._fleet.target
-        worker = _worker("target", target.link)
-        if target.info is not None:
-            worker.attention.CopyFrom(target.info.attention)
-            worker.device = target.info.worker.device
-        return worker
+
+def _worker(role: str, worker: Worker[Any]) -> _Worker:
+    link, load = worker.link, worker.link.load
+    found = _Worker(
+        role=role,
+        address=link.address,
+        state=link.state,
+        reason=link.reason,
+        sessions=worker.busy,
+        waiting=worker.waiting,
+    )
+    if load is not None:
+        found.pages_free, found.pages_total = load.pages_free, load.pages_total
+    return found
 
 
-def _worker(role: str, link: Link[Any]) -> _Worker:
-    return _Worker(role=role, address=link.address, state=link.state, reason=link.reason)
+def _target(target: TargetWorker, first: Group | None) -> _Worker:
+    worker = _worker("target", target)
+    if target.info is not None:
+        worker.attention.CopyFrom(target.info.attention)
+        worker.device = target.info.worker.device
+        name, fingerprint, tokenizer = target.model_key or ("", "", "")
+        if first is not None and target not in first.targets:
+            said = f"serves another model than the first target: {name}, fingerprint {fingerprint}"
+            said += f", tokenizer {tokenizer[:16]}"
+            worker.reason = "; ".join(filter(None, [worker.reason, said]))
+    if target.draining:
+        worker.reason = "; ".join(filter(None, [worker.reason, "takes no new sessions"]))
+    return worker
 
 
 def _draft(draft: DraftWorker) -> _Worker:
-    worker = _worker("draft", draft.link)
-    fitting, refused = draft.judge()
+    worker = _worker("draft", draft)
+    fitting, refused = draft.judge_all()
     if refused:
         worker.reason = "; ".join([*filter(None, [worker.reason]), *refused.values()])
         if not fitting:

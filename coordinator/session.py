@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from coordinator.answer import Answer, AnswerSpec
 from coordinator.drafting import Drafting
-from coordinator.links import Mailbox
-from coordinator.placement import PLAIN, Choice, Fleet
+from coordinator.place import Place
+from coordinator.placement import PLAIN, Choice, Group
 from coordinator.record import Record, remaining_ms, worked_ns
-from coordinator.text import TextModel, TextStream
+from coordinator.steps import Steps
+from coordinator.text import TextModel
+from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError, from_item
 from specwire.rpc import encode_ids
 from specwire.v1 import common_pb2, generate_pb2, target_pb2
@@ -31,6 +33,8 @@ Deliver = Callable[[generate_pb2.Delta], Awaitable[None]]
 _ROW_REFUSALS = (Reason.PUSH_ADDRESS_REFUSED, Reason.ROWS_REFUSED)
 # The target lost the session (restart, lease, link): opening it again helps.
 _LOST = (Reason.ENGINE_DOWN, Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
+# The target takes no session now; another one may.
+_ELSEWHERE = (Reason.DRAINING, Reason.QUEUE_FULL, Reason.KV_PAGES_EXHAUSTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,48 +42,57 @@ class SessionSpec:
     """A validated request. `deadline` is a time of the event loop's clock."""
 
     prompt: tuple[int, ...]
-    sampling: common_pb2.Sampling
-    max_tokens: int
-    stops: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    exactness: common_pb2.Exactness
-    margins: bool
-    return_ids: bool
+    answer: AnswerSpec
     choice: Choice | None
     k: int
     deadline: float | None
-    request_id: str = ""
+    # How many answers were asked for; this is one of them.
+    n: int = 1
     traceparent: str = ""
+    # Whether `k` is only the most that a round may ask for.
+    adaptive_k: bool = False
 
 
 class Session:
-    def __init__(self, fleet: Fleet, session_id: int, spec: SessionSpec, text: TextModel) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        group: Group,
+        session_id: int,
+        spec: SessionSpec,
+        text: TextModel,
+        parent: Session | None = None,
+    ) -> None:
+        """`parent`: the session of another answer to the same prompt, opened before this one; this
+        one begins at its target."""
+        self.spec, self._parent = spec, parent
+        # Set once the target was told of the session, or never will be.
+        self.opened = asyncio.Event()
         method = spec.choice.drafter.method if spec.choice is not None else PLAIN
         self.record = Record(method)
-        self._fleet, self._target, self._settings = fleet, fleet.target, fleet.settings
-        self._session_id, self._generation = session_id, 0
+        self._group, self._settings = group, group.settings
+        answer, beside = spec.answer, parent.target if parent is not None else None
+        self._place = Place(group, spec.prompt, answer.max_tokens, answer.exactness, beside)
+        self.session_id = session_id
+        self.key = self._key(0)
         self._ids = list(spec.prompt)
-        self._text = TextStream(text, spec.stops)
+        self._answer = Answer(spec.answer, text)
         self._drafting = Drafting(
-            choice=spec.choice,
-            sampling=spec.sampling,
+            group=group,
+            target=self.target,
+            method="" if spec.choice is None else method,
+            sampling=spec.answer.sampling,
             k=spec.k,
+            adaptive=spec.adaptive_k,
             deadline=spec.deadline,
-            target=self._target,
-            settings=self._settings,
             record=self.record,
         )
-        self._mail = Mailbox()
+        self._steps = Steps(spec.deadline, self.record)
         self._closed = False
-        self._reopened = False
-        # The step awaited, the draft tokens sent with it, and when it was asked; 0: unasked.
-        self._step, self._sent, self._sent_ns = 0, 0, 0
-        # Verdicts that still come unasked after the awaited one.
-        self._unasked = 0
-        # When the latest verdict arrived.
-        self._verdict_ns = 0
+
+    @property
+    def target(self) -> TargetWorker:
+        """Where the session runs now."""
+        return self._place.target
 
     @property
     def emitted(self) -> int:
@@ -92,21 +105,25 @@ class Session:
             while True:
                 verdict = await self._verdict()
                 done = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
+                self._ids.extend(verdict.tokens)
                 k = 0 if done else self._ask(verdict)
                 if k:
                     await asyncio.sleep(0)  # the question leaves before the text is worked on
-                delta, counted, stop = self._commit(verdict, done)
-                if stop or done:
+                delta = self._answer.add(verdict, done)
+                done = done or bool(self._answer.stop)
+                if done:
                     self.close()
-                if delta.text or delta.token_ids or delta.margins:
+                if delta.text or delta.token_ids or delta.margins or delta.logprobs:
                     await deliver(delta)
-                if stop or done:
-                    return self._finished(verdict, counted, stop)
-                if self._unasked:
-                    self._follow()
+                if done:
+                    acceptance = self.record.to_wire(self._answer.tokens)
+                    return self._answer.finished(verdict, len(self.spec.prompt), acceptance)
+                if self._steps.unasked:
+                    self._steps.follow()
                 else:
-                    self._verify(await self._drafting.proposal() if k else [])
+                    await self._next(await self._drafting.proposal() if k else [])
         finally:
+            self.opened.set()
             self.close()
 
     def close(self) -> None:
@@ -115,55 +132,63 @@ class Session:
             return
         self._closed = True
         self._drafting.close()
-        self._close_target()
+        self._steps.close()
+        self._place.leave(self._ids)
 
     # -- open ------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
         """Draft first, target second: rows must find their session."""
-        self._generation += 1
-        await self._drafting.open(self._key(), self._ids)
+        self.key = self._key(self.key.generation + 1)
+        await self._drafting.open(self.key, self._ids, self.target)
+        if self._parent is not None:
+            await self._parent.opened.wait()
         self._open_target()
+        self.opened.set()
 
     def _open_target(self) -> None:
-        self._mail = self._target.link.open_mailbox(self._key())
         push_to = self._drafting.push_to()
         free_run = 0 if self._drafting.attached else self._settings.free_run
-        self._unasked, self._step, self._sent = free_run, 0, 0
+        # What belongs to the prompt is asked for until the first tokens have come.
+        spec, begun = self.spec.answer, self.emitted > 0
+        shares = (
+            self._parent is not None
+            and self._parent.target is self.target
+            and not (begun or self._parent._closed)
+        )
         request = target_pb2.OpenTarget(
-            key=self._key(),
+            key=self.key,
             ids=encode_ids(self._ids),
             prompt_len=len(self.spec.prompt),
-            sampling=self.spec.sampling,
-            stop_token_ids=self.spec.stop_token_ids,
-            ignore_eos=self.spec.ignore_eos,
-            max_new_tokens=self.spec.max_tokens - self.emitted,
-            exactness=self.spec.exactness,
+            sampling=spec.sampling,
+            stop_token_ids=spec.stop_token_ids,
+            ignore_eos=spec.ignore_eos,
+            max_new_tokens=spec.max_tokens - self.emitted,
+            exactness=spec.exactness,
             push_to=push_to,
             rows_from=self._drafting.rows_from if push_to is not None else 0,
+            row_window=self._settings.row_window,
             lease_ms=self._settings.lease_ms,
             deadline_ms=remaining_ms(self.spec.deadline),
             traceparent=self.spec.traceparent,
-            report_margins=self.spec.margins,
+            report_margins=spec.margins,
             free_run=free_run,
+            fork_of=self._parent.key if self._parent is not None and shares else None,
+            priority=spec.priority,
+            logprobs=spec.logprobs,
+            prompt_logprobs=None if begun else spec.prompt_logprobs,
         )
-        self._send(target_pb2.TargetItem(open=request))
+        self._steps.open(self.target, request, self.key)
 
     async def _reopen(self, error: SpecwireError) -> None:
-        """Once per session: the same model, back in time, goes on from the committed ids."""
-        identity = self._target.identity
-        if self._reopened:
-            raise self._gone(error)
-        self._reopened = True
+        """The target lost the session: it goes on from the committed ids, there or elsewhere."""
         self.record.fell_back("target_lost")
-        self._close_target()
-        wait_s = self._settings.target_return_ms / 1000
-        if self.spec.deadline is not None:
-            wait_s = min(wait_s, self.spec.deadline - asyncio.get_running_loop().time())
-        if not await self._target.link.wait_ready(wait_s):
+        self._steps.close()
+        here = self.target
+        stays = error.reason in (Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
+        if not await self._place.again(self._ids, self.spec.deadline, stays=stays):
             raise self._gone(error)
-        if self._target.identity != identity:
-            raise self._gone(error)
+        self.record.target_moves += self.target is not here
         await self._open()
 
     def _gone(self, error: SpecwireError) -> SpecwireError:
@@ -174,165 +199,87 @@ class Session:
 
     def _ask(self, verdict: target_pb2.Verdict) -> int:
         """Tells the draft what was committed, and how many tokens the next step can use."""
-        ids = [*self._ids, *verdict.tokens]
         if verdict.step_id == 0:
             self._drafting.first_context(worked_ns(verdict.timings) / 1e9)
-        k = 0 if self._unasked else self._k(len(ids))
-        self._drafting.advance(verdict, ids, k)
+        unasked = self._steps.unasked
+        if unasked:
+            self._drafting.ran_ahead()
+        k = 0 if unasked else self._k(len(self._ids))
+        self._drafting.advance(verdict, self._ids, k)
         return k
 
     def _k(self, length: int) -> int:
         """Draft tokens of the next step; one of the tokens still allowed is the target's own."""
-        info = self._target.info
+        info = self.target.info
         if info is None:
             return 0
-        remaining = self.spec.max_tokens - (length - len(self.spec.prompt))
+        remaining = self.spec.answer.max_tokens - (length - len(self.spec.prompt))
         room = info.model.max_length_tokens - length
-        limits = (remaining - 1, room, info.max_draft_tokens, self._drafting.k_limit(length))
-        return max(0, min(limits))
+        most = min(remaining - 1, room, info.max_draft_tokens)
+        return self._drafting.plan(self._steps.step, length, most)
 
-    def _verify(self, draft: list[int]) -> None:
-        """Sends the next step. Without an attached drafter the target may run ahead."""
-        if not self._drafting.attached:
-            self._drafting.reattach(self._step, self._ids)
-        # While a drafter is expected back the runs are short, so that it is noticed.
-        window = self._settings.free_run
-        window = min(window, 8) if self._drafting.wanted else window
-        self._unasked = 0 if self._drafting.attached else window
-        self._step += 1
-        self._sent = len(draft)
-        request = target_pb2.Verify(
-            key=self._key(),
-            step_id=self._step,
-            base_len=len(self._ids),
-            draft_ids=draft,
-            free_run=self._unasked,
-            deadline_ms=remaining_ms(self.spec.deadline),
-        )
-        self._send(target_pb2.TargetItem(verify=request))
+    async def _next(self, draft: list[int]) -> None:
+        """Sends the next step; without a drafter, tries to get one again first.
 
-    def _follow(self) -> None:
-        """The next verdict of a free run comes by itself."""
-        self._unasked -= 1
-        self._step += 1
-        self._sent, self._sent_ns = 0, 0
-
-    def _send(self, item: target_pb2.TargetItem) -> None:
-        # A link that is down has failed the mailbox, or does so for a new one here.
-        if not self._target.link.send(item):
-            down = SpecwireError(Reason.ENGINE_DOWN, "the link to the target is down")
-            self._mail.fail(down)
-        self._sent_ns = time.perf_counter_ns()
+        Where nothing is drafted the target may run ahead.
+        """
+        left, step = self.spec.answer.max_tokens - self.emitted, self._steps.step
+        if not self._drafting.attached and self._drafting.reattach(step, self._ids, left):
+            self._steps.close()
+            await self._open()
+        else:
+            free_run = 0 if draft else self._drafting.free_run()
+            self._steps.verify(len(self._ids), draft, free_run)
 
     async def _verdict(self) -> target_pb2.Verdict:
         """The verdict of the awaited step; anything else is dropped and counted."""
         while True:
             try:
-                got = await self._mail.get(self.spec.deadline)
+                arrived_ns, message = await self._steps.reply()
             except SpecwireError as error:
+                if error.reason is Reason.DEADLINE:
+                    text = f"deadline passed after {self.emitted} tokens"
+                    raise SpecwireError(Reason.DEADLINE, text) from None
                 if error.reason not in _LOST:
                     raise
                 await self._reopen(error)
                 continue
-            if got is None:
-                raise SpecwireError(Reason.DEADLINE, f"deadline passed after {self.emitted} tokens")
-            arrived_ns, message = got
             if isinstance(message, target_pb2.TargetRefused):
                 await self._refused(message)
-            elif isinstance(message, target_pb2.Verdict) and self._fits(message):
-                self._account(message, arrived_ns)
+            elif isinstance(message, target_pb2.Verdict) and self._steps.fits(
+                message, len(self._ids)
+            ):
+                if message.step_id:
+                    self._drafting.judged(message.accepted)
+                self._steps.account(message, arrived_ns, self._drafting.waited_ns)
                 return message
             else:
-                self._target.link.dropped["step"] += 1
-
-    def _fits(self, verdict: target_pb2.Verdict) -> bool:
-        """Whether a verdict answers the awaited step, with lengths that can be."""
-        base = len(self._ids)
-        return (
-            verdict.step_id == self._step
-            and verdict.base_len == base
-            and verdict.new_len == base + len(verdict.tokens)
-            and verdict.accepted <= min(self._sent, len(verdict.tokens))
-        )
+                self._steps.dropped()
 
     async def _refused(self, message: target_pb2.TargetRefused) -> None:
-        if message.step_id != self._step:
-            self._target.link.dropped["step"] += 1
+        if message.step_id != self._steps.step:
+            self._steps.dropped()
             return
         error = from_item(message.error)
-        if error.reason in _ROW_REFUSALS and self._step == 0:
+        if error.reason in _ROW_REFUSALS and self._steps.step == 0:
             self._drafting.refuse_rows(error.reason.lower())
-            self._close_target()
+            self._steps.close()
             await self._open()
-        elif error.reason in _LOST:
+        elif error.reason in _LOST or (error.reason in _ELSEWHERE and self.emitted):
             await self._reopen(error)
+        elif (
+            error.reason in _ELSEWHERE and self._steps.step == 0 and self._place.other(error.reason)
+        ):
+            self._steps.close()
+            await self._open()
         else:
             raise error
 
-    def _account(self, verdict: target_pb2.Verdict, arrived_ns: int) -> None:
-        """Where the time since the previous verdict went; free runs overlap with the rest."""
-        worked = worked_ns(verdict.timings)
-        if verdict.step_id == 0:
-            self.record.spent("prefill", worked)
-            self.record.spent("link", arrived_ns - self._sent_ns - worked)
-            self.record.first_ns = self.record.first_ns or arrived_ns
-        else:
-            self.record.step(self._sent, verdict.accepted)
-            self.record.spent("verify", worked)
-            self._target.note_step(verdict.timings.compute_ns / 1e9)
-            if self._sent_ns:
-                self.record.spent("link", arrived_ns - self._sent_ns - worked)
-                waited = self._drafting.waited_ns
-                self.record.spent("coordinator", self._sent_ns - self._verdict_ns - waited)
-        self._verdict_ns = arrived_ns
-
-    # -- results ---------------------------------------------------------------------------------
-
-    def _commit(
-        self, verdict: target_pb2.Verdict, done: bool
-    ) -> tuple[generate_pb2.Delta, int, str]:
-        """Keeps a verdict's tokens: the delta, tokens of the answer so far, the stop string."""
-        piece = self._text.push(verdict.tokens, verdict.accepted, last=done)
-        self._ids.extend(verdict.tokens)
-        counted = self.emitted - len(verdict.tokens) + piece.tokens
-        delta = generate_pb2.Delta(
-            text=piece.text,
-            token_ids=verdict.tokens[: piece.tokens] if self.spec.return_ids else (),
-            accepted_count=min(verdict.accepted, piece.tokens),
-            margins=verdict.margins[: piece.tokens],
-            accepted_chars=piece.accepted_chars,
-        )
-        return delta, counted, piece.stop
-
-    def _finished(
-        self, verdict: target_pb2.Verdict, counted: int, stop: str
-    ) -> generate_pb2.Finished:
-        reason = common_pb2.FINISH_REASON_STOP_STRING if stop else verdict.finish
-        stopped_by_token = reason == common_pb2.FINISH_REASON_STOP_TOKEN
-        return generate_pb2.Finished(
-            reason=reason,
-            stop_string=stop,
-            stop_token_id=self._ids[-1] if stopped_by_token else None,
-            usage=generate_pb2.Usage(
-                prompt_tokens=len(self.spec.prompt), completion_tokens=counted
-            ),
-            acceptance=self.record.to_wire(counted),
-            sampling=self.spec.sampling,
-            request_id=self.spec.request_id,
-            exactness=self.spec.exactness,
-        )
-
     # -- small things ----------------------------------------------------------------------------
 
-    def _key(self) -> common_pb2.SessionKey:
+    def _key(self, generation: int) -> common_pb2.SessionKey:
         return common_pb2.SessionKey(
-            coordinator=self._fleet.incarnation,
-            session_id=self._session_id,
-            generation=self._generation,
-        )
-
-    def _close_target(self) -> None:
-        self._target.link.close_mailbox(self._key())
-        self._target.link.send(
-            target_pb2.TargetItem(close=target_pb2.CloseSession(key=self._key()))
+            coordinator=self._group.fleet.incarnation,
+            session_id=self.session_id,
+            generation=generation,
         )

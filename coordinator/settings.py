@@ -18,7 +18,9 @@ class CoordinatorSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="SPECWIRE_COORDINATOR_")
 
     address: str = Field("unix:/tmp/specwire-coordinator.sock", description="where to listen")
-    target: str = Field("unix:/tmp/specwire-target.sock", description="address of the target")
+    target: tuple[str, ...] = Field(
+        ("unix:/tmp/specwire-target.sock",), min_length=1, description="addresses of the targets"
+    )
     draft: tuple[str, ...] = Field(
         (), description="addresses of draft services; none: plain decoding"
     )
@@ -28,6 +30,11 @@ class CoordinatorSettings(ServiceSettings):
     num_speculative_tokens: int = Field(
         3, ge=1, le=64, description="draft tokens a round where a request does not say"
     )
+    adaptive_k: bool = Field(
+        True,
+        description="choose the draft tokens of each round by measured cost and acceptance where "
+        "a request does not say; num_speculative_tokens is the first guess then",
+    )
     exactness: Literal["", "exact", "fast"] = Field(
         "", description="what a request gets that does not say; empty: the target's default"
     )
@@ -35,11 +42,17 @@ class CoordinatorSettings(ServiceSettings):
     lease_ms: int = Field(
         10_000, ge=300, description="life of a worker's session without a sign of ours"
     )
+    row_window: int = Field(
+        512, ge=0, description="most cached prompt tokens run again for rows that a draft lacks"
+    )
     free_run: int = Field(
         32, ge=0, le=1024, description="plain steps the target may run ahead of being asked"
     )
     proposal_wait_share: float = Field(
-        1.5, gt=0, description="longest wait for a proposal, as a share of a target step"
+        1.5,
+        gt=0,
+        description="longest wait for a proposal, as a share of a target step at the present load; "
+        "longer where proposals take longer, up to the steps that one can save",
     )
     proposal_wait_min_ms: int = Field(
         30, ge=1, description="wait for a proposal that is always granted"
@@ -48,11 +61,14 @@ class CoordinatorSettings(ServiceSettings):
         1_000, ge=1, description="wait for a draft to open a session before going on without"
     )
     breaker_lates: int = Field(
-        3, ge=1, description="late proposals in a row after which a draft is left alone"
+        3, ge=1, description="times in a row a draft is late before it is left alone"
     )
     breaker_open_ms: int = Field(2_000, ge=1, description="for how long it is left alone")
     target_return_ms: int = Field(
         15_000, ge=0, description="how long a running request waits for a lost target"
+    )
+    target_moves: int = Field(
+        3, ge=0, description="times a request is opened again, here or elsewhere, at a lost target"
     )
     drain_ms: int = Field(5_000, ge=0, description="time running requests get at shutdown")
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from coordinator import options as opt
-from specwire.client import Client, Delta, Event, Finished, GenerateOptions
+from specwire.client import Client, Delta, Event, Finished, GenerateOptions, Generation
 from specwire.errors import SpecwireError
 from specwire.generation import collect
 
@@ -29,8 +29,22 @@ def generate(
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    presence_penalty: opt.PresencePenalty = None,
+    frequency_penalty: opt.FrequencyPenalty = None,
+    logit_bias: opt.LogitBias = None,
+    bad_word: opt.BadWord = None,
+    min_tokens: opt.MinTokens = None,
     seed: opt.Seed = None,
+    n: opt.Choices = None,
     stop: opt.Stop = None,
+    stop_token_id: opt.StopTokenId = None,
+    include_stop: opt.IncludeStop = False,
+    ignore_eos: opt.IgnoreEos = False,
+    logprobs: opt.Logprobs = None,
+    prompt_logprobs: opt.PromptLogprobs = None,
+    priority: opt.Priority = None,
     method: opt.Method = "",
     num_speculative_tokens: opt.DraftTokens = None,
     exactness: opt.Exactness = "",
@@ -46,18 +60,37 @@ def generate(
     \b
       specwire generate --max-tokens 40 "The harbour at dawn"
       specwire generate --chat --temperature 0.8 --seed 7 "Explain tides to a child"
+      specwire generate -n 3 --temperature 1.2 --min-p 0.05 --bad-word sea "The harbour at dawn"
+      specwire generate --json --logprobs 3 --max-tokens 8 "The capital of France is"
       git diff | specwire generate --chat --method plain --json -
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise SpecwireError.field("PROMPT", "", "a text that is not empty")
+    for name, value in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
+        if value is not None and not as_json:
+            raise SpecwireError.field(name, value, "only together with --json")
     request: GenerateOptions = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": opt.biases(logit_bias),
+        "bad_words": bad_word or (),
+        "min_tokens": min_tokens,
         "seed": seed,
+        "n": n,
         "stop": stop or (),
+        "stop_token_ids": stop_token_id or (),
+        "include_stop": include_stop,
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "priority": priority,
         "method": method,
         "num_speculative_tokens": num_speculative_tokens,
         "exactness": exactness,
@@ -70,9 +103,20 @@ def generate(
         if as_json:
             print(json.dumps(asdict(client.generate(**request)), ensure_ascii=False))
             return
+        if n is not None and n > 1:
+            print_choices(client.generate(**request))
+            return
         with client.stream(**request) as stream:
             _, finished = stream_text(stream, lambda delta: delta.text)
     opt.say(statistics_line(finished))
+
+
+def print_choices(generation: Generation) -> None:
+    """Several answers, one after another: they are not streamed."""
+    for answer in generation.choices:
+        print(f"--- {answer.choice}")
+        print(answer.text)
+        opt.say(statistics_line(answer))
 
 
 def chat(
@@ -81,8 +125,14 @@ def chat(
     ] = "",
     max_tokens: opt.MaxTokens = 512,
     temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
     top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    presence_penalty: opt.PresencePenalty = None,
+    frequency_penalty: opt.FrequencyPenalty = None,
     seed: opt.Seed = None,
+    stop: opt.Stop = None,
     method: opt.Method = "",
     num_speculative_tokens: opt.DraftTokens = None,
     mark: Annotated[
@@ -108,8 +158,14 @@ def chat(
     request: GenerateOptions = {
         "max_tokens": max_tokens,
         "temperature": temperature,
+        "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
         "seed": seed,
+        "stop": stop or (),
         "method": method,
         "num_speculative_tokens": num_speculative_tokens,
     }
@@ -175,7 +231,7 @@ def shower(mark: str) -> Show:
     return show
 
 
-def statistics_line(finished: Finished) -> str:
+def statistics_line(finished: Finished | Generation) -> str:
     record, tokens = finished.acceptance, finished.usage.completion_tokens
     speed = tokens / record.total_ms * 1e3 if record.total_ms else 0.0
     parts = [f"{tokens} tokens", f"{speed:.1f} tokens/s", record.method or "plain"]

@@ -36,6 +36,7 @@ class TextModel:
         self._special = {
             name: _content(value) for name, value in (fields.get("special") or {}).items()
         }
+        self._token_texts: dict[int, str] = {}
         source = fields.get("chat_template") or ""
         self._template = _environment().from_string(source) if source else None
 
@@ -45,6 +46,14 @@ class TextModel:
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """Text of one token alone, special ones too; an unfinished character is U+FFFD."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._token_texts[token] = text
         return text
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -105,6 +114,15 @@ class Detokenizer:
             return ""
         return self._take(text)
 
+    def extend(self, tokens: Sequence[int]) -> str:
+        """The same text as a `push` of each token, decoded at once where no character is cut."""
+        self._ids += tokens
+        text = self._model.decode(self._ids[self._prefix :])
+        if not text.endswith(REPLACEMENT):
+            return self._take(text)
+        del self._ids[len(self._ids) - len(tokens) :]
+        return "".join(map(self.push, tokens))
+
     def flush(self) -> str:
         """What is left at the end, unfinished characters included."""
         return self._take(self._model.decode(self._ids[self._prefix :]))
@@ -125,20 +143,23 @@ class StopFilter:
     longest. Text that may be the beginning of a stop string is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """`include`: the stop string stays in the text."""
         self._stops = sorted(stops, key=len, reverse=True)
+        self._include = include
         self._held = ""
         self.matched = ""
 
-    def push(self, piece: str) -> str:
+    def push(self, piece: str, search: bool = True) -> str:
+        """`search` False: no stop string may be complete within this piece."""
         if not self._stops:
             return piece
         text = self._held + piece
-        match = self._first_complete(text)
+        match = self._first_complete(text) if search else None
         if match is not None:
             start, self.matched = match
             self._held = ""
-            return text[:start]
+            return text[: start + len(self.matched) if self._include else start]
         keep = self._possible_prefix(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -180,22 +201,44 @@ class Piece:
 class TextStream:
     """Text of one answer, round by round."""
 
-    def __init__(self, model: TextModel, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
+        """No stop string ends the answer within its first `min_tokens` tokens."""
         self._detokenizer = Detokenizer(model)
-        self._stop = StopFilter(stops)
+        self._stop, self._stops = StopFilter(stops, include_stop), bool(stops)
+        self._min_tokens, self._count = min_tokens, 0
 
-    def push(self, tokens: Sequence[int], accepted: int, last: bool) -> Piece:
-        """`last`: the answer ends with these tokens; nothing stays held back."""
+    def push(self, tokens: Sequence[int], accepted: int, last: bool, silent: int = 0) -> Piece:
+        """`last`: the answer ends with these tokens; nothing stays held back. The last `silent`
+        tokens have no text."""
         text = ""
         accepted_chars = 0
+        if not self._stops:
+            spoken = tokens[: len(tokens) - silent]
+            text = self._detokenizer.extend(spoken[:accepted])
+            accepted_chars = len(text)
+            text += self._detokenizer.extend(spoken[accepted:])
+            text += self._detokenizer.flush() if last else ""
+            return Piece(text, accepted_chars, len(tokens), "")
         for count, token in enumerate(tokens, start=1):
-            text += self._stop.push(self._detokenizer.push(token))
+            self._count += 1
+            if count <= len(tokens) - silent:
+                text += self._stop.push(self._detokenizer.push(token), self._searched)
             if count <= accepted:
                 accepted_chars = len(text)
             if self._stop.matched:
                 return Piece(text, accepted_chars, count, self._stop.matched)
         if last:
-            text += self._stop.push(self._detokenizer.flush())
+            text += self._stop.push(self._detokenizer.flush(), self._searched)
             if not self._stop.matched:
                 text += self._stop.flush()
         return Piece(text, accepted_chars, len(tokens), self._stop.matched)
+
+    @property
+    def _searched(self) -> bool:
+        return self._count > self._min_tokens

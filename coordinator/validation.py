@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import secrets
+from typing import Literal
 
-from coordinator.placement import PLAIN, Choice, Fleet
+from coordinator.answer import AnswerSpec
+from coordinator.placement import PLAIN, Choice, Group
 from coordinator.session import SessionSpec
 from coordinator.text import ROLES, TextModel
 from specwire.errors import Reason, SpecwireError
+from specwire.sampling import MAX_CHOICES, check_stop_ids, checked_logprobs, complete
 from specwire.v1 import common_pb2, generate_pb2
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_STOP_IDS = 256
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
+MAX_PRIORITY = 1000
+# Prompt tokens times (1 + alternatives) of `prompt_logprobs`: about 3 MB with the tokens' texts.
+MAX_PROMPT_SCORES = 100_000
 _EXACTNESS = {
     "exact": common_pb2.EXACTNESS_EXACT,
     "fast": common_pb2.EXACTNESS_FAST,
@@ -22,7 +28,7 @@ _EXACTNESS = {
 
 def check(
     request: generate_pb2.GenerateRequest,
-    fleet: Fleet,
+    fleet: Group,
     text: TextModel,
     deadline: float | None,
     traceparent: str = "",
@@ -31,23 +37,50 @@ def check(
     model = fleet.target.info.model
     if request.model and request.model != model.name:
         raise SpecwireError.field("model", request.model, model.name, Reason.MODEL_UNKNOWN)
+    if request.HasField("structured_output"):
+        kind = request.structured_output.WhichOneof("kind") or "of no kind"
+        accepted = "absent: structured output is not built"
+        raise SpecwireError.field("structured_output", kind, accepted, Reason.UNSUPPORTED)
+    n = _n(request)
     prompt = _prompt(request, text, model)
-    choice, k = _speculation(request, fleet)
-    return SessionSpec(
-        prompt=tuple(prompt),
-        sampling=_sampling(request.sampling),
-        max_tokens=_max_tokens(request, len(prompt), model.max_length_tokens),
+    choice, k, adaptive = _speculation(request, fleet)
+    answer = _answer(request, fleet, text, model, len(prompt))
+    return SessionSpec(tuple(prompt), answer, choice, k, deadline, n, traceparent, adaptive)
+
+
+def _n(request: generate_pb2.GenerateRequest) -> int:
+    n = request.n if request.HasField("n") else 1
+    if not 1 <= n <= MAX_CHOICES:
+        raise SpecwireError.field("n", n, f"1 to {MAX_CHOICES}")
+    if n > 1 and request.sampling.choice:
+        accepted = "absent with n above 1: the choices are 0 to n - 1"
+        raise SpecwireError.field("sampling.choice", request.sampling.choice, accepted)
+    return n
+
+
+def _answer(
+    request: generate_pb2.GenerateRequest,
+    fleet: Group,
+    text: TextModel,
+    model: common_pb2.ModelInfo,
+    prompt_tokens: int,
+) -> AnswerSpec:
+    max_tokens = _max_tokens(request, prompt_tokens, model.max_length_tokens)
+    return AnswerSpec(
+        sampling=_sampling(request, text, model.vocab_size, max_tokens),
+        max_tokens=max_tokens,
         stops=_stops(request),
-        stop_token_ids=_stop_ids(request, model.vocab_size),
+        stop_token_ids=check_stop_ids(request.stop_token_ids, model.vocab_size),
         ignore_eos=request.ignore_eos,
+        include_stop=request.include_stop,
+        bad_words=tuple(request.bad_words),
         exactness=_exactness(request.exactness, fleet),
         margins=request.return_margins,
         return_ids=request.return_token_ids,
-        choice=choice,
-        k=k,
-        deadline=deadline,
+        logprobs=_logprobs(request, "logprobs"),
+        prompt_logprobs=_prompt_logprobs(request, prompt_tokens),
+        priority=_priority(request),
         request_id=request.request_id,
-        traceparent=traceparent,
     )
 
 
@@ -87,21 +120,61 @@ def _chat(chat: generate_pb2.ChatInput, text: TextModel) -> str:
     return text.render_chat([{"role": m.role, "content": m.content} for m in chat.messages])
 
 
-def _sampling(given: common_pb2.Sampling) -> common_pb2.Sampling:
+def _sampling(
+    request: generate_pb2.GenerateRequest, text: TextModel, vocab_size: int, max_tokens: int
+) -> common_pb2.Sampling:
     """All fields set: the documented defaults where the request says nothing, the seed drawn."""
-    temperature = given.temperature if given.HasField("temperature") else 1.0
-    top_p = given.top_p if given.HasField("top_p") else 1.0
-    if not math.isfinite(temperature) or temperature < 0:
-        raise SpecwireError.field("sampling.temperature", temperature, "a finite number >= 0")
-    if not 0 < top_p <= 1:  # NaN too
-        raise SpecwireError.field("sampling.top_p", top_p, "more than 0, at most 1")
-    return common_pb2.Sampling(
-        temperature=temperature,
-        top_k=given.top_k,
-        top_p=top_p,
-        seed=given.seed if given.HasField("seed") else secrets.randbits(63),
-        choice=given.choice,
-    )
+    given = common_pb2.Sampling()
+    given.CopyFrom(request.sampling)
+    for ids in _bad_words(request, text):
+        given.bad_sequences.add(ids=ids)
+    made = complete(given, vocab_size)
+    if made.min_tokens > max_tokens:
+        accepted = f"0 to {max_tokens}, the most tokens of the answer"
+        raise SpecwireError.field("sampling.min_tokens", made.min_tokens, accepted)
+    if not made.HasField("seed"):
+        made.seed = secrets.randbits(63)
+    return made
+
+
+def _bad_words(request: generate_pb2.GenerateRequest, text: TextModel) -> list[tuple[int, ...]]:
+    """Token sequences of each word, as it starts a text and as it follows a space."""
+    if len(request.bad_words) > MAX_BAD_WORDS:
+        words = f"{len(request.bad_words)} words"
+        raise SpecwireError.field("bad_words", words, f"at most {MAX_BAD_WORDS}")
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(request.bad_words):
+        if not (word.strip() and len(word) <= MAX_BAD_WORD_CHARS):
+            accepted = f"1 to {MAX_BAD_WORD_CHARS} characters, not only spaces"
+            raise SpecwireError.field(f"bad_words[{index}]", f"{len(word)} characters", accepted)
+        forms = (word, " " + word.lstrip())
+        found |= {tuple(text.encode(form, add_special_tokens=False)): None for form in forms}
+    return [ids for ids in found if ids]
+
+
+def _logprobs(
+    request: generate_pb2.GenerateRequest, name: Literal["logprobs", "prompt_logprobs"]
+) -> int | None:
+    return checked_logprobs(name, getattr(request, name)) if request.HasField(name) else None
+
+
+def _prompt_logprobs(request: generate_pb2.GenerateRequest, prompt_tokens: int) -> int | None:
+    """They travel in one message, which has a limit."""
+    top = _logprobs(request, "prompt_logprobs")
+    most = MAX_PROMPT_SCORES // prompt_tokens - 1
+    if top is not None and top > most:
+        accepted = f"0 to {most}" if most >= 0 else "absent"
+        accepted += f" for a prompt of {prompt_tokens} tokens"
+        raise SpecwireError.field("prompt_logprobs", top, accepted)
+    return top
+
+
+def _priority(request: generate_pb2.GenerateRequest) -> int:
+    if abs(request.priority) > MAX_PRIORITY:
+        raise SpecwireError.field(
+            "priority", request.priority, f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    return request.priority
 
 
 def _max_tokens(request: generate_pb2.GenerateRequest, prompt: int, max_length: int) -> int:
@@ -124,20 +197,7 @@ def _stops(request: generate_pb2.GenerateRequest) -> tuple[str, ...]:
     return tuple(request.stop)
 
 
-def _stop_ids(request: generate_pb2.GenerateRequest, vocab_size: int) -> tuple[int, ...]:
-    ids = request.stop_token_ids
-    if len(ids) > MAX_STOP_IDS:
-        raise SpecwireError.field("stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_IDS}")
-    for index, token in enumerate(ids):
-        if token >= vocab_size:
-            accepted = f"ids below {vocab_size}, the vocabulary size"
-            raise SpecwireError.field(
-                f"stop_token_ids[{index}]", token, accepted, Reason.VOCAB_RANGE
-            )
-    return tuple(ids)
-
-
-def _exactness(given: common_pb2.Exactness, fleet: Fleet) -> common_pb2.Exactness:
+def _exactness(given: common_pb2.Exactness, fleet: Group) -> common_pb2.Exactness:
     if given in _EXACTNESS.values():
         return given
     if given != common_pb2.EXACTNESS_UNSPECIFIED:
@@ -146,21 +206,27 @@ def _exactness(given: common_pb2.Exactness, fleet: Fleet) -> common_pb2.Exactnes
     return _EXACTNESS.get(fleet.settings.exactness, fleet.target.info.default_exactness)
 
 
-def _speculation(request: generate_pb2.GenerateRequest, fleet: Fleet) -> tuple[Choice | None, int]:
-    """The drafter and K. Zero tokens a round is plain decoding."""
+def _speculation(
+    request: generate_pb2.GenerateRequest, fleet: Group
+) -> tuple[Choice | None, int, bool]:
+    """The drafter, K, and whether K is only the most. Zero tokens a round is plain decoding.
+
+    A request that names K gets exactly that many; one that does not leaves them to the policy.
+    """
     wanted = request.speculation
     choice = fleet.choose(wanted.method or fleet.default_method())
+    limit = choice.drafter.max_draft_tokens if choice is not None else 0
     if not wanted.HasField("num_speculative_tokens"):
-        limit = choice.drafter.max_draft_tokens if choice is not None else 0
-        return choice, min(fleet.settings.num_speculative_tokens, limit)
+        if fleet.settings.adaptive_k:
+            return choice, limit, True
+        return choice, min(fleet.settings.num_speculative_tokens, limit), False
     k = wanted.num_speculative_tokens
+    field = "speculation.num_speculative_tokens"
     if choice is None:
         if k:
-            field, accepted = "speculation.num_speculative_tokens", f"0 with method {PLAIN}"
-            raise SpecwireError.field(field, k, accepted)
-        return None, 0
-    limit = choice.drafter.max_draft_tokens
+            raise SpecwireError.field(field, k, f"0 with method {PLAIN}")
+        return None, 0, False
     if k > limit:
         accepted = f"0 to {limit}, the most that {choice.drafter.method} proposes"
-        raise SpecwireError.field("speculation.num_speculative_tokens", k, accepted)
-    return (choice, k) if k else (None, 0)
+        raise SpecwireError.field(field, k, accepted)
+    return (choice, k, False) if k else (None, 0, False)

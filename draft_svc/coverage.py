@@ -24,6 +24,7 @@ class Coverage:
     def __init__(self, opened_length: int, limit_bytes: int) -> None:
         self._opened_length, self._limit_bytes = opened_length, limit_bytes
         self.start = self.end = 0
+        self._restored = False
         self._last_step = -1
         self._held: dict[int, list[RowBlock]] = {}
         self._held_bytes = 0
@@ -33,6 +34,13 @@ class Coverage:
     @property
     def empty(self) -> bool:
         return self.start == self.end
+
+    def restore(self, start: int, end: int) -> None:
+        """A cache had the rows [start, end). Rows that begin later replace them: a target does not
+        run every cached token again.
+        """
+        if self.empty and self._last_step < 0:
+            self.start, self.end, self._restored = start, end, True
 
     def offer(self, step_id: int, block: RowBlock) -> list[RowBlock]:
         """Takes a chunk. Returns what it confirms at once, which is something only for a step that
@@ -81,20 +89,22 @@ class Coverage:
         for block in blocks:
             if self.empty and block.start < limit:
                 self.start = self.end = block.start
+            if self._restored and self.end < block.start < limit:
+                self.start = self.end = block.start
             if block.start > self.end:
                 if strict:
                     raise RowsRefused("gap")
                 break
             new = block.clip(self.end, limit)
             if len(new.rows):
-                self.end = new.end
+                self.end, self._restored = new.end, False
                 taken.append(new)
         return taken
 
     def _frontier(self, step_id: int) -> int | None:
         """Where the next chunk of this step may start at the latest; None: anywhere."""
         ends = [held[-1].end for step, held in self._held.items() if step <= step_id]
-        if not self.empty:
+        if not self.empty and not self._restored:
             ends.append(self.end)
         return max(ends, default=None)
 

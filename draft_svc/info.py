@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from draft_svc.methods.base import MethodInfo
+from draft_svc.methods.base import Cost, MethodInfo
 from draft_svc.requests import DTYPES
 from engine.attention.report import AttentionReport
 from specwire.v1 import common_pb2, draft_pb2
@@ -43,6 +43,16 @@ def _drafter(info: MethodInfo, is_default: bool) -> draft_pb2.DrafterInfo:
         attention=_attention(info.attention),
         layer_attention=info.layer_attention,
         is_default=is_default,
+        costs=[_cost(cost) for cost in info.costs],
+    )
+
+
+def _cost(cost: Cost) -> common_pb2.StepCost:
+    return common_pb2.StepCost(
+        rows=cost.tokens,
+        sessions=cost.sessions,
+        context_tokens=cost.context_tokens,
+        compute_ns=cost.compute_ns,
     )
 
 

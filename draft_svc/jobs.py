@@ -24,7 +24,9 @@ class OpenJob:
     handle: Handle
     ids: Sequence[int]
     sampling: Sampling
-    done: Callable[[SpecwireError | None], None]
+    target_fingerprint: str
+    # Called with the error, or with the interval of rows that the context has already.
+    done: Callable[[SpecwireError | None, tuple[int, int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Computed:
 class ProposeJob:
     handle: Handle
     k: int
+    # Of the monotonic clock.
+    deadline: float
     done: Callable[[Computed], None]
 
 

@@ -11,6 +11,8 @@ import torch
 
 from draft_svc.methods.base import AnyMethod
 from draft_svc.methods.dflash import DFlashMethod
+from draft_svc.methods.draft_model import DraftModelMethod
+from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
 from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
 from engine.device import resolve_device, weight_dtype
@@ -18,6 +20,8 @@ from engine.errors import BackendUnavailable, CheckpointError
 from engine.models.config import from_hf
 from engine.models.dflash import DFlashOptions, choose_attention, load_dflash
 from engine.models.dflash_config import parse_dflash
+from engine.runner import load_engine
+from engine.tokenizer import token_table
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError
 
@@ -26,8 +30,10 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-# In the order they are hosted; the last one is the default.
-METHODS = ("ngram", "dflash")
+METHODS = ("ngram", "hybrid", "draft_model", "dflash")
+# What is hosted when nothing is asked for; the last one is the default.
+DEFAULT_METHODS = ("ngram", "hybrid", "dflash")
+NEURAL = ("dflash", "draft_model")
 DEFAULT_DRAFT = Path(__file__).parent / "checkpoints" / "smollm2-135m-dflash"
 
 
@@ -36,23 +42,62 @@ def load_methods(settings: DraftSettings, progress: Progress) -> dict[str, AnyMe
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loaded: dict[str, AnyMethod] = {}
-    for name in settings.methods:
-        progress(f"loading {name}")
-        try:
-            loaded[name] = _BUILDERS[name](settings)
-        except CheckpointError as error:
-            raise SpecwireError(Reason.CHECKPOINT_INVALID, f"{name}: {error}") from error
-        except BackendUnavailable as error:
-            raise SpecwireError(Reason.BACKEND_UNAVAILABLE, f"{name}: {error}") from error
-    return loaded
+    # What `hybrid` chooses from is loaded before it, and once only.
+    for name in sorted(settings.methods, key=lambda name: name == "hybrid"):
+        if name == "hybrid":
+            loaded[name] = _hybrid(settings, loaded, progress)
+        else:
+            loaded[name] = _load(name, settings, progress)
+    return {name: loaded[name] for name in settings.methods}
 
 
-def _ngram(settings: DraftSettings) -> AnyMethod:
+def _load(name: str, settings: DraftSettings, progress: Progress) -> AnyMethod:
+    progress(f"loading {name}")
+    try:
+        return _BUILDERS[name](settings)
+    except CheckpointError as error:
+        raise SpecwireError(Reason.CHECKPOINT_INVALID, f"{name}: {error}") from error
+    except BackendUnavailable as error:
+        raise SpecwireError(Reason.BACKEND_UNAVAILABLE, f"{name}: {error}") from error
+
+
+def _hybrid(settings: DraftSettings, loaded: dict[str, AnyMethod], progress: Progress) -> AnyMethod:
+    name = settings.hybrid_neural
+    hosted = loaded.get(name)
+    neural = hosted or _load(name, settings, progress)
+    return HybridMethod(_lookup(settings), neural, owns_neural=hosted is None)
+
+
+def _lookup(settings: DraftSettings) -> NgramMethod:
     return NgramMethod(
         min_n=settings.ngram_min,
         max_n=settings.ngram_max,
         max_draft_tokens=settings.max_draft_tokens,
     )
+
+
+def _draft_model(settings: DraftSettings) -> AnyMethod:
+    document = tokenizer_document(settings.draft_model)
+    tokens = token_table(document)
+    return DraftModelMethod(
+        load_engine(settings.engine_config(settings.draft_model, "draft")),
+        max_draft_tokens=settings.max_draft_tokens,
+        tokenizer_hash=_tokenizer_of_pair(document, tokens, settings.target),
+        known_ids=max(tokens, default=-1) + 1,
+        chunk_tokens=settings.prefill_chunk_tokens,
+    )
+
+
+def _tokenizer_of_pair(document: bytes, tokens: dict[int, str], target: str) -> str:
+    """The hash that the handshake compares. A chat template or an end token of its own do not
+    matter to a drafter: with the same token behind every id it has the target's tokenizer.
+    """
+    try:
+        targets = tokenizer_document(target)
+    except CheckpointError:  # not on this machine: only the same document will do
+        return tokenizer_hash(document)
+    same = bool(tokens) and token_table(targets) == tokens
+    return tokenizer_hash(targets if same else document)
 
 
 def _dflash(settings: DraftSettings) -> AnyMethod:
@@ -72,6 +117,7 @@ def _dflash(settings: DraftSettings) -> AnyMethod:
         max_draft_tokens=settings.max_draft_tokens,
         max_length=settings.max_length,
         tokenizer_hash=tokenizer_hash(tokenizer_document(settings.target)),
+        confidences=settings.confidences,
     )
 
 
@@ -97,4 +143,8 @@ def _page_count(settings: DraftSettings, checkpoint: Path, options: DFlashOption
     return count
 
 
-_BUILDERS: dict[str, Callable[[DraftSettings], AnyMethod]] = {"ngram": _ngram, "dflash": _dflash}
+_BUILDERS: dict[str, Callable[[DraftSettings], AnyMethod]] = {
+    "ngram": _lookup,
+    "draft_model": _draft_model,
+    "dflash": _dflash,
+}

@@ -16,6 +16,9 @@ class Metrics:
             "draft_events", "Items dropped or refused, by cause", ["cause"], self.registry
         )
         self._proposed = counter("draft_tokens", "Tokens proposed", ["method"], self.registry)
+        self._cached = counter(
+            "draft_cached_rows", "Rows that the cache had", ["method"], self.registry
+        )
         self._seconds = histogram(
             "draft_propose_seconds", "Time of one batched proposal", ["method"], self.registry
         )
@@ -26,6 +29,9 @@ class Metrics:
     def proposed(self, method: str, tokens: int, seconds: float) -> None:
         self._proposed.labels(method).inc(tokens)
         self._seconds.labels(method).observe(seconds)
+
+    def cached(self, method: str, rows: int) -> None:
+        self._cached.labels(method).inc(rows)
 
     def value(self, name: str, **labels: str) -> float:
         """The current value of a counter: `value("events", cause="stale_step")`."""

@@ -99,7 +99,7 @@ class Protocol:
         ids = checked_ids(decode_ids(request.ids), "ids", info)
         if not ids:
             raise SpecwireError.field("ids", "empty", "at least one token")
-        sampling = sampling_of(request.sampling)
+        sampling = sampling_of(request.sampling, info)
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this draft service is shutting down")
         if not replaces and len(self.sessions) >= self.limits.max_sessions:
@@ -123,10 +123,10 @@ class Protocol:
         )
         session.renew(now)
 
-        def done(error: SpecwireError | None) -> None:
-            self._opened(session, error)
+        def done(error: SpecwireError | None, have_rows: tuple[int, int]) -> None:
+            self._opened(session, error, have_rows)
 
-        return session, OpenJob(session.handle, ids, sampling, done)
+        return session, OpenJob(session.handle, ids, sampling, request.target_fingerprint, done)
 
     def _method(self, request: draft_pb2.OpenDraft) -> MethodInfo:
         if not self.worker.ready:
@@ -146,13 +146,19 @@ class Protocol:
     def _lease(self, wanted_ms: int) -> int:
         return min(wanted_ms or self.limits.lease_ms, self.limits.max_lease_ms)
 
-    def _opened(self, session: Session, error: SpecwireError | None) -> None:
+    def _opened(
+        self, session: Session, error: SpecwireError | None, have_rows: tuple[int, int]
+    ) -> None:
         if not self.sessions.holds(session):
             self.metrics.event("late_open")
             return
         session.opened = True
         session.renew(_now())
         if error is None:
+            start, end = have_rows
+            if session.coverage is not None and start < end:
+                session.coverage.restore(start, end)
+                self.metrics.cached(session.info.method, end - start)
             session.open_reply(replies.opened(session))
             return
         self.metrics.event(error.reason.value.lower())

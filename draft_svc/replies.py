@@ -45,6 +45,7 @@ def proposal(
             confidences=draft.confidences,
             timings=timings,
             reason=reason,
+            source=draft.source,
         )
     )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from draft_svc.methods.base import MethodInfo, RowBlock
 from engine.api import Sampling
 from specwire.errors import Reason, SpecwireError
+from specwire.sampling import complete
 from specwire.tensors import rows_from_bytes
 from specwire.v1 import common_pb2, draft_pb2
+
+_ANY_ID = 1 << 32
 
 DTYPES = {
     "float32": common_pb2.D_TYPE_FLOAT32,
@@ -19,27 +20,31 @@ DTYPES = {
 
 def checked_ids(ids: list[int], field: str, info: MethodInfo) -> list[int]:
     """Token ids that the method's vocabulary holds; a method without one takes any."""
-    vocab = info.target_vocab_size
+    vocab = info.known_vocab_size
     if vocab and ids and max(ids) >= vocab:
         accepted = f"token ids from 0 to {vocab - 1}"
         raise SpecwireError.field(field, max(ids), accepted, Reason.VOCAB_RANGE)
     return ids
 
 
-def sampling_of(message: common_pb2.Sampling) -> Sampling:
-    """The sampling options of a session with the documented defaults filled in."""
-    temperature = message.temperature if message.HasField("temperature") else 1.0
-    top_p = message.top_p if message.HasField("top_p") else 1.0
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise SpecwireError.field("sampling.temperature", temperature, "a finite number >= 0")
-    if not 0 < top_p <= 1:
-        raise SpecwireError.field("sampling.top_p", top_p, "a number in (0, 1]")
+def sampling_of(message: common_pb2.Sampling, info: MethodInfo) -> Sampling:
+    """The sampling options of a session, checked as the target checks them.
+
+    They are hints here: what a drafter cannot follow costs acceptance only.
+    """
+    given = complete(message, info.known_vocab_size or _ANY_ID)
     return Sampling(
-        temperature=temperature,
-        top_k=message.top_k,
-        top_p=top_p,
-        seed=message.seed,
-        choice=message.choice,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        seed=given.seed,
+        choice=given.choice,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=tuple(sorted(given.logit_bias.items())),
+        bad_sequences=tuple(tuple(sequence.ids) for sequence in given.bad_sequences),
     )
 
 

@@ -8,6 +8,7 @@ are normal after a restart or a fail-over.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ from draft_svc.sessions import Reply, Session, SessionTable, Step
 from draft_svc.worker import Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import draft_pb2
+
+# Of the time that the one who asks waits for a proposal, the share that work may take.
+_WORK_SHARE = 0.9
 
 
 @dataclass(slots=True)
@@ -77,6 +81,7 @@ class Rounds:
             k_cut=request.k > session.k_limit,
             reply=reply,
             arrived_ns=time.monotonic_ns(),
+            deadline=_deadline(request.deadline_ms),
         )
         session.step, session.length = step, length
         rows = []
@@ -93,14 +98,21 @@ class Rounds:
         elif _covered(session):
             self._propose(session, step)
         elif rows_count == 0:  # none are on their way
-            self._finish(session, step, Draft(reason=REASON_ROWS_MISSING))
+            self._go_without_rows(session, step, REASON_ROWS_MISSING)
         else:
-            wait_ms, reason = self.rows_wait_ms, REASON_ROWS_MISSING
+            wait_ms, reason = float(self.rows_wait_ms), REASON_ROWS_MISSING
             if 0 < deadline_ms < wait_ms:
                 wait_ms, reason = deadline_ms, REASON_DEADLINE
-            loop = asyncio.get_running_loop()
-            late = Draft(reason=reason)
-            step.timer = loop.call_later(wait_ms / 1000, self._finish, session, step, late)
+            if session.info.rows_optional:  # in time to propose without them
+                wait_ms /= 2
+            wait = asyncio.get_running_loop().call_later
+            step.timer = wait(wait_ms / 1000, self._go_without_rows, session, step, reason)
+
+    def _go_without_rows(self, session: Session, step: Step, reason: str) -> None:
+        if session.info.rows_optional:
+            self._propose(session, step)
+        else:
+            self._finish(session, step, Draft(reason=reason))
 
     def _propose(self, session: Session, step: Step) -> None:
         step.proposing = True
@@ -110,7 +122,7 @@ class Rounds:
         def done(computed: Computed) -> None:
             self._computed(session, step, computed)
 
-        self.worker.put(ProposeJob(session.handle, step.k, done))
+        self.worker.put(ProposeJob(session.handle, step.k, step.deadline, done))
 
     def _computed(self, session: Session, step: Step, computed: Computed) -> None:
         if not step.open or not self.sessions.holds(session):
@@ -174,6 +186,13 @@ class Rounds:
         step = session.step
         if step is not None and step.open and not step.proposing and _covered(session):
             self._propose(session, step)
+
+
+def _deadline(deadline_ms: int) -> float:
+    """Until when an answer is of use; the way back takes its share of the time."""
+    if deadline_ms == 0:
+        return math.inf
+    return time.monotonic() + _WORK_SHARE * deadline_ms / 1000
 
 
 def _covered(session: Session) -> bool:

@@ -5,6 +5,7 @@ engine thread.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,7 +19,9 @@ Reply = Callable[[draft_pb2.DraftReply], None]
 
 @dataclass(slots=True)
 class Step:
-    """The newest Advance of a session; its answer is kept for repeats."""
+    """The newest Advance of a session; its answer is kept for repeats. `deadline` is of the
+    monotonic clock: who asked waits no longer.
+    """
 
     step_id: int
     base_len: int
@@ -26,6 +29,7 @@ class Step:
     k: int
     reply: Reply
     arrived_ns: int
+    deadline: float = math.inf
     k_cut: bool = False
     timer: asyncio.TimerHandle | None = None
     proposing: bool = False

@@ -7,12 +7,13 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from draft_svc.loading import METHODS
+from draft_svc.loading import DEFAULT_METHODS, METHODS
 from draft_svc.protocol import Limits
+from engine.settings import EngineSettings
 from specwire.settings import ServiceSettings
 
 
-class DraftSettings(ServiceSettings):
+class DraftSettings(EngineSettings, ServiceSettings):
     """Every setting is a flag (`--rows-wait-ms`), a variable (`SPECWIRE_DRAFT_ROWS_WAIT_MS`) or a
     key of the file.
     """
@@ -24,38 +25,31 @@ class DraftSettings(ServiceSettings):
         "", description="address that targets send rows to; empty: the one they were told of"
     )
     methods: tuple[str, ...] = Field(
-        METHODS, min_length=1, description="drafters to host: " + ", ".join(METHODS)
+        DEFAULT_METHODS, min_length=1, description="drafters to host, of " + ", ".join(METHODS)
     )
     default_method: str = Field("", description="drafter of sessions that name none; empty: last")
-    draft: str = Field("default", description="draft checkpoint: a directory, or `default`")
+    draft: str = Field("default", description="DFlash checkpoint: a directory, or `default`")
+    draft_model: str = Field(
+        "",
+        description="model of draft_model, with the target's tokenizer: a directory, a .gguf file, "
+        "or `default`",
+    )
+    hybrid_neural: Literal["dflash", "draft_model"] = Field(
+        "dflash", description="what hybrid chooses from beside the n-gram lookup"
+    )
     target: str = Field(
-        "default", description="the target's checkpoint, for embedding and head; or `default`"
-    )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of the weights"
-    )
-    kv_dtype: str = Field(
-        "auto", description="dtype of the KV cache, the draft's own: auto, bfloat16 or float32"
-    )
-    device: str = Field("auto", description="cpu or cuda")
-    attention_backend: str | None = Field(
-        None,
-        description="auto, or a backend by name; refused, never replaced, when it does not fit",
-    )
-    cuda_graph_mode: str = Field(
-        "auto", description="auto, NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE"
-    )
-    kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="native C kernels, or torch's"
-    )
-    threads: int = Field(0, ge=0, le=1024, description="threads of the engine; 0: as many as cores")
-    max_length: int | None = Field(
-        None, ge=2, description="longest session in tokens; unset: the draft's own limit"
+        "default",
+        description="the target's checkpoint, or `default`: embedding and head of dflash, "
+        "tokenizer of draft_model",
     )
     max_draft_tokens: int = Field(7, ge=1, le=64, description="most tokens of one proposal")
-    page_tokens: int = Field(16, ge=1, le=4096, description="tokens of one KV page")
-    kv_pages: int | None = Field(None, ge=1, description="KV pages; unset: from kv_memory_mb")
-    kv_memory_mb: int = Field(128, ge=1, description="memory of the context KV in MiB")
+    kv_memory_mb: int = Field(128, ge=1, description="memory of one drafter's KV cache in MiB")
+    prefill_chunk_tokens: int = Field(
+        128, ge=1, description="tokens of one forward of draft_model that catches up"
+    )
+    confidences: bool = Field(
+        False, description="send the draft's own probability of each token; takes time in dflash"
+    )
     ngram_min: int = Field(2, ge=1, le=32, description="shortest n-gram that is looked up")
     ngram_max: int = Field(4, ge=1, le=32, description="longest n-gram that is looked up")
     rows_wait_ms: int = Field(
@@ -92,6 +86,9 @@ class DraftSettings(ServiceSettings):
     def _fits_together(self) -> Self:
         if self.default_method and self.default_method not in self.methods:
             raise ValueError(f"default_method must be one of methods: {', '.join(self.methods)}")
+        hosted = {*self.methods, *([self.hybrid_neural] if "hybrid" in self.methods else [])}
+        if "draft_model" in hosted and not self.draft_model:
+            raise ValueError("draft_model must name a checkpoint where that method is hosted")
         if self.ngram_min > self.ngram_max:
             raise ValueError("ngram_min must not exceed ngram_max")
         return self

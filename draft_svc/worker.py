@@ -75,11 +75,13 @@ class Worker:
             self._post([lambda: self._settle(failure)])
             return
         self._post([lambda: self._settle(None)])
-        while (jobs := self._take()) is not None:
+        more_work = False
+        while (jobs := self._take(wait=not more_work)) is not None:
             results = self._tick(jobs)
             self._publish_stats()
             if results:
                 self._post(results)
+            more_work = self._work()
 
     def _settle(self, error: Exception | None) -> None:
         if self._ready.done():  # the start was cancelled
@@ -105,9 +107,23 @@ class Worker:
             tables=sum(s.tables for s in all_stats),
         )
 
-    def _take(self) -> list[Job] | None:
-        """Everything that waits, at least one job; None at the end."""
+    def _work(self) -> bool:
+        """One piece of background work of each method; whether any has more."""
+        more = False
+        for name, method in self._methods.items():
+            try:
+                more |= method.work()
+            except Exception as bug:
+                internal_error(log, f"{name} failed to catch up", bug)
+        return more
+
+    def _take(self, wait: bool) -> list[Job] | None:
+        """Everything that waits, at least one job where it is told to wait for one; None at the
+        end.
+        """
         taken: list[Job] = []
+        if not wait and self._jobs.empty():
+            return taken
         job = self._jobs.get()
         while job is not None:
             taken.append(job)
@@ -137,14 +153,16 @@ class Worker:
         return results
 
     def _open(self, job: OpenJob) -> Result:
-        done, error = job.done, None
+        done, error, have_rows = job.done, None, (0, 0)
+        method = self._methods[job.handle.method]
         try:
-            job.handle.context = self._methods[job.handle.method].open(job.ids, job.sampling)
+            job.handle.context = method.open(job.ids, job.sampling)
+            have_rows = method.restore(job.handle.context, job.target_fingerprint)
         except EngineError as refusal:
             error = SpecwireError(Reason.KV_PAGES_EXHAUSTED, str(refusal))
         except Exception as bug:
             error = internal_error(log, "opening a session failed", bug)
-        return lambda: done(error)
+        return lambda: done(error, have_rows)
 
     def _update(self, job: UpdateJob) -> None:
         context = job.handle.context
@@ -162,7 +180,9 @@ class Worker:
         drafts: Sequence[Draft] = ()
         error: SpecwireError | None = None
         try:
-            drafts = self._methods[name].propose([Request(j.handle.context, j.k) for j in live])
+            drafts = self._methods[name].propose(
+                [Request(j.handle.context, j.k, j.deadline) for j in live]
+            )
         except Exception as bug:
             error = internal_error(log, f"{name} failed to propose", bug)
         spent = time.monotonic_ns() - began

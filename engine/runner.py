@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from engine import selftest
-from engine.api import Item, ItemResult, ModelInfo
-from engine.attention.base import AttentionBackend, LayerMode
+from engine.api import Item, ItemResult, ModelInfo, TokenLogprobs
+from engine.attention.base import AttentionBackend
 from engine.attention.report import AttentionReport
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.batch import Packed, Placed, pack
+from engine.choose import Chosen, choose, drafts_of
 from engine.config import EngineConfig
 from engine.default_model import resolve_model
 from engine.device import kv_dtype, numerics_fingerprint, resolve_device, use_native, weight_dtype
 from engine.errors import CheckpointError
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool, PageTable, PoolStats
+from engine.logprobs import score_rows
 from engine.models.config import from_hf
 from engine.models.layers import NATIVE, TORCH, Rows
 from engine.models.llama import LlamaModel
-from engine.sampling import Draw, accept, draw
-from engine.tokenizer import read_document
+from engine.tokenizer import check_vocabulary, read_document
 from engine.weights import Weights, fingerprint, read_json
 
 
@@ -87,6 +88,8 @@ class NativeEngine:
         for item in items:
             item.table.truncate(item.start)
             item.table.reserve(item.start + len(item.ids))
+        for source, to in self._pool.take_copies():
+            self._cache.copy_page(source, to)
         if self._independent or not any(item.exact for item in items):
             return self._run(items, minimum=0)
         # Rows depend on their neighbours here: an exact item runs alone, at a width that does not
@@ -99,19 +102,18 @@ class NativeEngine:
         if not items:
             return []
         packed = pack(items, self._config.page_tokens, minimum, self._scratch_slot)
-        taps = tuple(sorted({tap for item in items for tap in item.taps}))
-        logits, tap_rows = self.forward(packed, taps, torch.bfloat16)
-        margins = any(item.margins for item in items)
-        drawn, gaps = self._draw(logits, items, margins)
-        results = []
-        at = 0
-        for placed in packed.placed:
-            count = placed.item.draws
-            own_gaps = gaps[at : at + count] if placed.item.margins else []
-            rows = self._item_rows(placed, taps, tap_rows)
-            results.append(self._result(placed, drawn[at : at + count], own_gaps, rows))
-            at += count
-        return results
+        scored = any(item.prompt_logprobs is not None for item in items)
+        # The last layer's outputs are what the head turns into logits: prompt rows are scored from
+        # them piece by piece, in full precision.
+        last = {self._info.layer_count - 1} if scored else set()
+        taps = tuple(sorted(last.union(*(item.taps for item in items))))
+        logits, tap_rows = self.forward(packed, taps, torch.float32 if scored else torch.bfloat16)
+        kernel = self._model.kernels.gumbel_argmax
+        chosen = [Chosen()] * len(items) if logits is None else choose(logits, items, kernel)
+        return [
+            self._result(placed, own, taps, tap_rows)
+            for placed, own in zip(packed.placed, chosen, strict=True)
+        ]
 
     def forward(
         self, packed: Packed, taps: tuple[int, ...], tap_dtype: torch.dtype
@@ -131,47 +133,56 @@ class NativeEngine:
         logits = self._model.forward(rows, self._cache, self._backend, wanted, taps, tap_rows)
         return logits, tap_rows
 
-    def _draw(
-        self, logits: Tensor | None, items: Sequence[Item], margins: bool
-    ) -> tuple[list[int], list[float]]:
-        if logits is None:
-            return [], []
-        draws = [
-            # The row at position p draws the token at p + 1.
-            Draw(item.sampling, item.start + len(item.ids) - item.draws + offset + 1)
-            for item in items
-            for offset in range(item.draws)
-        ]
-        return draw(logits, draws, margins, self._model.kernels.gumbel_argmax)
-
     def _item_rows(
-        self, placed: Placed, taps: tuple[int, ...], tap_rows: Tensor | None
+        self,
+        placed: Placed,
+        wanted: tuple[int, ...],
+        taps: tuple[int, ...],
+        tap_rows: Tensor | None,
     ) -> Tensor | None:
-        if not placed.item.taps or tap_rows is None:
+        """The item's rows with the columns of the wanted taps, out of those of all `taps`."""
+        if not wanted or tap_rows is None:
             return None
         rows = tap_rows[placed.first_row : placed.first_row + len(placed.item.ids)]
-        if placed.item.taps == taps:
+        if wanted == taps:
             return rows
         hidden = self._info.hidden_size
-        columns = [rows[:, (at := taps.index(t) * hidden) : at + hidden] for t in placed.item.taps]
+        columns = [rows[:, (at := taps.index(t) * hidden) : at + hidden] for t in wanted]
         return torch.cat(columns, dim=1)
 
     def _result(
-        self, placed: Placed, drawn: list[int], gaps: list[float], rows: Tensor | None
+        self, placed: Placed, chosen: Chosen, taps: tuple[int, ...], tap_rows: Tensor | None
     ) -> ItemResult:
         item = placed.item
-        drafts = item.ids[len(item.ids) - item.draws + 1 :] if item.draws else ()
-        accepted = accept(drafts, drawn)
-        valid = len(item.ids) - (len(drafts) - accepted)
+        valid = len(item.ids) - (len(drafts_of(item)) - chosen.accepted)
         item.table.length = item.start + valid
-        kept = accepted + 1 if item.draws else 0
+        rows = self._item_rows(placed, item.taps, taps, tap_rows)
         return ItemResult(
-            tokens=tuple(drawn[:kept]),
-            accepted=accepted,
-            rows=None if rows is None else rows[:valid],
-            margins=tuple(gaps[:kept]),
+            tokens=chosen.tokens,
+            accepted=chosen.accepted,
+            rows=None if rows is None else rows[:valid].to(torch.bfloat16),
+            margins=chosen.margins,
             width=placed.width,
+            logprobs=chosen.logprobs,
+            prompt_logprobs=self._prompt_logprobs(placed, taps, tap_rows),
         )
+
+    def _prompt_logprobs(
+        self, placed: Placed, taps: tuple[int, ...], tap_rows: Tensor | None
+    ) -> tuple[TokenLogprobs, ...]:
+        """Row i of a prompt chunk scores the prompt's token after it."""
+        item = placed.item
+        if item.prompt_logprobs is None:
+            return ()
+        following = item.context[item.start + 1 : item.prompt_len][: len(item.ids)]
+        rows = self._item_rows(placed, (self._info.layer_count - 1,), taps, tap_rows)
+        assert rows is not None
+        return score_rows(rows, self._head, following, item.prompt_logprobs)
+
+    def _head(self, rows: Tensor) -> Tensor:
+        """fp32 logits of outputs of the last layer [rows, hidden]."""
+        model = self._model
+        return model.head(model.kernels.rms_norm(rows, model.norm, model.config.rms_eps))
 
 
 @torch.inference_mode()
@@ -183,7 +194,9 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     native = use_native(config.kernels)
     source = resolve_model(config.model)
     model_config = from_hf(read_json(source.directory / "config.json"))
-    limit = min(config.max_length or model_config.max_positions, model_config.max_positions)
+    limit = min(config.max_length or model_config.default_length, model_config.max_positions)
+    document = read_document(source.directory)
+    check_vocabulary(document, model_config.vocab_size)
     attention = resolve_attention(
         AttentionOptions(
             config.attention_backend, config.kv_dtype, config.page_tokens, config.cuda_graph_mode
@@ -191,7 +204,7 @@ def load_engine(config: EngineConfig) -> NativeEngine:
         heads=model_config.heads,
         kv_heads=model_config.kv_heads,
         head_dim=model_config.head_dim,
-        modes=[LayerMode()] * model_config.layer_count,
+        modes=model_config.modes,
         native=native,
         role=config.role,
         method="draft_model" if config.role == "draft" else "",
@@ -211,12 +224,14 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     weights = Weights(source.directory, weight_dtype(config.dtype))
     kernels = NATIVE if native else TORCH
     # Padding rows of a short block may stand past the limit.
-    model = LlamaModel(model_config, weights, kernels, limit + config.exact_width)
-    special = json.loads(read_document(source.directory))["special"]
+    model = LlamaModel(model_config, weights, kernels, limit, padding=config.exact_width)
+    special = json.loads(document)["special"]
     info = ModelInfo(
         name=source.name,
         fingerprint=fingerprint(source.directory),
-        numerics=numerics_fingerprint(config, native, report.chosen),
+        numerics=numerics_fingerprint(
+            config, native, report.chosen, limit if model_config.rope.kind == "dynamic" else 0
+        ),
         vocab_size=model_config.vocab_size,
         hidden_size=model_config.hidden_size,
         layer_count=model_config.layer_count,

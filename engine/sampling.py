@@ -1,8 +1,13 @@
-"""Choosing tokens: filters, draw and match, all position by position in fp32.
+"""Choosing tokens: draw, filters and match, all position by position in fp32.
 
-The draw is argmax(filtered logits / T + noise), the noise keyed by (seed, choice, index, token).
-Filters act on the scaled logits, top-k first, then top-p over what is left; logits that tie with
-the last one kept are kept too, so the result does not depend on a sort.
+The draw is argmax(logits / T + noise) over the tokens that the filters keep, the noise keyed by
+(seed, choice, index, token). Filters act on the scaled logits: min-p, then top-k, then top-p over
+what is left. Logits that tie with the last one kept are kept too, so the result does not depend on
+a sort.
+
+Each filter keeps the tokens above some logit. So the row is drawn unfiltered, and the token drawn
+is tested: if it is kept, it is also the argmax over the kept ones. If not, nothing at or below its
+logit is kept either; that is masked and the row drawn again. No row is ever sorted.
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ from torch import Tensor
 
 from engine.api import Sampling
 
-_NUCLEUS = 1024  # candidates looked at before a full sort
 _UINT64 = 1 << 64
 
 GumbelArgmax = Callable[..., Tensor]
@@ -24,12 +28,16 @@ GumbelArgmax = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row of logits and how to choose from it; `index` is the position of the token being
-    drawn.
+    """One row of logits and how to choose from it.
+
+    index  position of the token being drawn
+    given  the draft token that this row takes for granted: the row before must draw it, or this
+           one does not matter; None: there is no such row
     """
 
     sampling: Sampling
     index: int
+    given: int | None = None
 
 
 def signed64(value: int) -> int:
@@ -38,51 +46,99 @@ def signed64(value: int) -> int:
     return value - _UINT64 if value >= _UINT64 // 2 else value
 
 
-def filter_row(logits: Tensor, sampling: Sampling) -> Tensor:
-    """logits [vocab] with what top-k and top-p remove set to -inf."""
-    top_k, top_p = sampling.top_k, sampling.top_p
-    threshold = -math.inf
-    if 0 < top_k < logits.numel():
-        threshold = logits.topk(top_k).values[-1].item()
-    if top_p < 1.0:
-        kept = logits[logits >= threshold]
-        threshold = max(threshold, _nucleus(kept, sampling.temperature, top_p))
-    return logits.masked_fill(logits < threshold, -math.inf)
+def filters(sampling: Sampling) -> bool:
+    """Whether some tokens cannot be drawn. At T = 0 the highest logit passes every filter."""
+    s = sampling
+    return s.temperature > 0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
 
 
-def _nucleus(logits: Tensor, temperature: float, top_p: float) -> float:
-    """Lowest logit of the smallest set whose probability reaches `top_p`."""
-    total = (logits / temperature).logsumexp(0)
-    for size in (min(_NUCLEUS, logits.numel()), logits.numel()):
-        top = logits.topk(size).values
-        reached = (top / temperature - total).exp().cumsum(0) >= top_p
-        if bool(reached[-1]):
-            return float(top[int(reached.to(torch.uint8).argmax())])
-    return float(top[-1])
+class Filter:
+    """min-p, top-k and top-p of one row of logits [vocab], as a test of single logits.
+
+    Sums run over one row whatever the batch, so that a row's result does not depend on its mates.
+    """
+
+    def __init__(self, logits: Tensor, sampling: Sampling) -> None:
+        self._logits, self._sampling = logits, sampling
+        self._best = float(logits.max())
+        self._weights: Tensor | None = None
+        self._target = 0.0
+
+    def keeps(self, logit: float) -> bool:
+        """Whether a token of the row with this logit can be drawn."""
+        s = self._sampling
+        if not logit < self._best:  # also where a broken model gives NaN: the draw must end
+            return True
+        if s.min_p > 0 and math.exp((logit - self._best) / s.temperature) < s.min_p:
+            return False
+        if s.top_k == 0 and s.top_p >= 1.0:
+            return True
+        above = self._logits > logit
+        if 0 < s.top_k <= int(above.count_nonzero()):
+            return False
+        return s.top_p >= 1.0 or self._mass(above) < self._target
+
+    def _mass(self, above: Tensor) -> float:
+        """Weight of the tokens above; together, they have not reached `top_p` if the next is kept.
+
+        Weights are exp((logit - best) / T), zero for what min-p and top-k remove; `_target` is the
+        share of their sum that is wanted.
+        """
+        if self._weights is None:
+            s = self._sampling
+            weights = ((self._logits - self._best) / s.temperature).exp_()
+            if s.min_p > 0:
+                weights.masked_fill_(weights < s.min_p, 0.0)
+            if 0 < s.top_k < len(weights):
+                lowest = self._logits.topk(s.top_k).values[-1]
+                weights.masked_fill_(self._logits < lowest, 0.0)
+            self._weights = weights
+            self._target = s.top_p * float(weights.sum())
+        return float((self._weights * above).sum())
 
 
 def draw(
     logits: Tensor, draws: Sequence[Draw], margins: bool, gumbel_argmax: GumbelArgmax
 ) -> tuple[list[int], list[float]]:
     """Token of every row of logits fp32 [rows, vocab]; margins (highest filtered logit minus the
-    second) when asked.
+    second) when asked. Tokens of rows that do not matter are anything.
     """
+    tokens = _drawn(logits, draws, gumbel_argmax)
+    matters = True
     for row, wanted in enumerate(draws):
-        s = wanted.sampling
-        if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1.0):
-            logits[row] = filter_row(logits[row], s)
-    tokens = gumbel_argmax(
+        matters = wanted.given is None or (matters and tokens[row - 1] == wanted.given)
+        if matters and filters(wanted.sampling):
+            tokens[row] = _kept(logits[row], wanted, tokens[row], gumbel_argmax)
+    return tokens, _margins(logits, draws) if margins else []
+
+
+def _drawn(logits: Tensor, draws: Sequence[Draw], gumbel_argmax: GumbelArgmax) -> list[int]:
+    drawn: list[int] = gumbel_argmax(
         logits,
         torch.tensor([d.sampling.temperature for d in draws], dtype=torch.float32),
         torch.tensor([signed64(d.sampling.seed) for d in draws], dtype=torch.int64),
         torch.tensor([d.sampling.choice for d in draws], dtype=torch.int64),
         torch.tensor([d.index for d in draws], dtype=torch.int64),
-    )
-    gaps: list[float] = []
-    if margins:
-        top = logits.topk(2, dim=-1).values
-        gaps = (top[:, 0] - top[:, 1]).tolist()
-    return tokens.tolist(), gaps
+    ).tolist()
+    return drawn
+
+
+def _kept(logits: Tensor, wanted: Draw, token: int, gumbel_argmax: GumbelArgmax) -> int:
+    """The draw among the tokens that pass; `token` is the draw among all."""
+    kept, left = Filter(logits, wanted.sampling), logits
+    while not kept.keeps(float(logits[token])):
+        left = left.masked_fill(logits <= logits[token], -math.inf)
+        token = _drawn(left[None], [wanted], gumbel_argmax)[0]
+    return token
+
+
+def _margins(logits: Tensor, draws: Sequence[Draw]) -> list[float]:
+    gaps = []
+    for row, (first, second) in enumerate(logits.topk(2, dim=-1).values.tolist()):
+        s = draws[row].sampling
+        alone = filters(s) and not Filter(logits[row], s).keeps(second)
+        gaps.append(math.inf if alone else first - second)
+    return gaps
 
 
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engine.api import Engine
 from specwire.rpc import new_incarnation
 from specwire.serve import GrpcHost
-from specwire.v1 import target_pb2_grpc
+from specwire.v1 import common_pb2, target_pb2_grpc
 from target_svc.decode import Limits
 from target_svc.features import FeatureExporter
 from target_svc.info import info_response
@@ -34,6 +34,8 @@ class Loaded:
     engine: Engine
     tokenizer: bytes
     tokenizer_hash: str = ""
+    # What steps of the engine cost, where that was measured.
+    costs: tuple[common_pb2.StepCost, ...] = ()
 
     @property
     def document_hash(self) -> str:
@@ -87,6 +89,7 @@ class TargetApp:
             self.scheduler, self._exporter, limits, settings.row_history_tokens, self.metrics
         )
         info = info_response(engine, settings, self.incarnation, loaded.document_hash)
+        info.costs.extend(loaded.costs)
         self._servicer.hosted = Hosted(info, loaded.tokenizer, self._intake, self.scheduler.load)
         self._loop_task = asyncio.ensure_future(self.scheduler.run())
 

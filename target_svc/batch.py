@@ -3,72 +3,102 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.api import Engine, Item
 from target_svc.metrics import Metrics
+from target_svc.residency import Residency
 from target_svc.sessions import Session, Step
+from target_svc.shapes import Shapes
 
 
 class BatchBuilder:
-    def __init__(self, engine: Engine, chunk_tokens: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        chunk_tokens: int,
+        shapes: Shapes,
+        residency: Residency,
+        metrics: Metrics,
+    ) -> None:
         self._engine, self._chunk_tokens, self._metrics = engine, chunk_tokens, metrics
+        self._shapes, self._residency = shapes, residency
 
-    def build(self, ready: Iterable[Session]) -> list[tuple[Session, Item]]:
+    def build(self, ready: Iterable[Session], now: float) -> list[tuple[Session, Item]]:
         """All waiting verify blocks, and prompt chunks up to the budget.
 
-        So a long prompt never stalls those who decode.
+        So a long prompt never stalls those who decode. Pages are taken in the order of rank: who
+        comes first may take them from those behind.
         """
+        resident = [session for session in ready if session.table is not None]
+        chunks = self._chunks([session for session in resident if session.filling])
         batch: list[tuple[Session, Item]] = []
-        budget = self._chunk_tokens
-        for session in ready:
-            assert session.step is not None
-            if session.opening:
-                size = self._chunk_size(session)
-                if size > budget and budget < self._chunk_tokens:
-                    continue  # another prompt's chunk is in this step already
-                size = size if session.spec.exact else min(size, budget)
-                budget = max(0, budget - size)
-                item = self._chunk(session, size)
+        for session in sorted(resident, key=lambda s: s.rank):
+            if session.table is None:
+                continue  # it gave its pages away just now
+            if not session.filling:
+                item = self._block(session, session.step, now)
+            elif session in chunks:
+                item = self._chunk(session, chunks[session], now)
             else:
-                item = self._block(session, session.step)
+                continue
+            if item is None:
+                continue
+            assert session.step is not None
             if session.step.started is None:
                 session.step.started = time.perf_counter()
             session.running = True
             batch.append((session, item))
         return batch
 
-    def _chunk_size(self, session: Session) -> int:
-        """Tokens of the next prompt chunk; in exact mode the cuts do not depend on the load."""
-        start, spec = session.prefilled, session.spec
-        size = min(len(spec.ids) - start, self._engine.chunk_limit(start, spec.exact))
-        if spec.exact and not self._engine.rows_independent and len(spec.ids) > spec.prompt_len:
-            # A re-open: what verify steps ran once is run in blocks again, not in large chunks.
-            if start >= spec.prompt_len:
-                return min(size, self._engine.block_limit(start, exact=True))
-            return min(size, spec.prompt_len - start)
-        return size
+    def _chunks(self, filling: Sequence[Session]) -> dict[Session, int]:
+        """Whose prompts this step runs a chunk of, and its size: in turn, within a priority."""
+        chunks: dict[Session, int] = {}
+        budget = self._chunk_tokens
+        for session in sorted(filling, key=lambda s: (s.spec.priority, s.turn)):
+            size = self._shapes.chunk(session, max(1, budget))
+            if size > budget and chunks:
+                continue  # another prompt's chunk is in this step already
+            chunks[session] = size
+            budget -= size
+            self._residency.next_turn(session)
+        return chunks
 
-    def _chunk(self, session: Session, size: int) -> Item:
-        start, spec = session.prefilled, session.spec
+    def _chunk(self, session: Session, size: int, now: float) -> Item | None:
+        start, spec = session.kv, session.spec
         end = start + size
-        assert session.table is not None and size > 0
+        if not self._residency.reserve(session, end, now):
+            return None
+        assert session.table is not None and session.computed is not None and size > 0
+        # What runs again for its KV alone has no rows to give.
+        fresh = session.opening and start >= session.computed
+        tapped = session.sink is not None and fresh and end > session.rows_start
         return Item(
             table=session.table,
-            ids=spec.ids[start:end],
+            ids=self._shapes.chunk_ids(session)[start:end],
             start=start,
-            draws=1 if end == len(spec.ids) else 0,
+            draws=1 if session.opening and end == len(spec.ids) else 0,
             sampling=spec.sampling,
-            taps=spec.taps if session.sink is not None and end > spec.rows_from else (),
+            taps=spec.taps if tapped else (),
             exact=spec.exact,
             margins=spec.margins,
+            context=session.ids,
+            prompt_len=spec.prompt_len,
+            logprobs=spec.logprobs,
+            prompt_logprobs=spec.prompt_logprobs if session.opening else None,
         )
 
-    def _block(self, session: Session, step: Step) -> Item:
-        """The anchor and as much of the draft as the session and the engine's block allow."""
+    def _block(self, session: Session, step: Step | None, now: float) -> Item | None:
+        """The anchor and as much of the draft as the session, the engine's block and the free
+        pages allow: nobody gives up pages for a draft."""
         start, spec = len(session.ids) - 1, session.spec
+        if not self._residency.reserve(session, start + 1, now):
+            return None
+        assert session.table is not None and step is not None
         limit = min(session.remaining, self._engine.block_limit(start, spec.exact)) - 1
-        assert session.table is not None and limit >= 0
+        assert limit >= 0
+        end = start + 1 + min(limit, len(step.draft))
+        limit = min(limit, self._residency.reserve_most(session, end) - start - 1)
         if len(step.draft) > limit:
             self._metrics.dropped("draft_clipped", len(step.draft) - limit)
             del step.draft[limit:]
@@ -81,4 +111,7 @@ class BatchBuilder:
             taps=spec.taps if session.sink is not None else (),
             exact=spec.exact,
             margins=spec.margins,
+            context=session.ids,
+            prompt_len=spec.prompt_len,
+            logprobs=spec.logprobs,
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Literal
 
 from engine import api
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import decode_ids
+from specwire.sampling import check_stop_ids, checked_logprobs, complete
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.sessions import Key, OpenSpec
 from target_svc.settings import TargetSettings
@@ -27,6 +28,7 @@ class Limits:
     max_draft_tokens: int
     exact_default: bool
     lease_ms: int
+    row_window: int
 
     @classmethod
     def of(cls, info: api.ModelInfo, settings: TargetSettings) -> Limits:
@@ -39,6 +41,7 @@ class Limits:
             max_draft_tokens=settings.max_draft_tokens,
             exact_default=settings.exactness == "exact",
             lease_ms=settings.lease_ms,
+            row_window=settings.row_history_tokens,
         )
 
 
@@ -64,19 +67,28 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
     if request.rows_from > len(ids):
         accepted = f"0 to {len(ids)}, the number of ids"
         raise SpecwireError.field("rows_from", request.rows_from, accepted)
-    stop_ids = frozenset(request.stop_token_ids)
+    stop_ids = frozenset(check_stop_ids(request.stop_token_ids, limits.vocab_size))
+    whole = request.HasField("prompt_logprobs")
     return OpenSpec(
         ids=ids,
         prompt_len=request.prompt_len or len(ids),
         limit_len=min(len(ids) + request.max_new_tokens, limits.max_length),
-        sampling=_sampling(request.sampling),
+        sampling=_sampling(request.sampling, stop_ids | limits.eos_ids, limits.vocab_size),
         stop_ids=stop_ids if request.ignore_eos else stop_ids | limits.eos_ids,
         exact=_exact(request.exactness, limits),
         margins=request.report_margins,
+        logprobs=_logprobs(request, "logprobs"),
+        prompt_logprobs=_logprobs(request, "prompt_logprobs"),
         taps=_taps(request.push_to.format, limits) if request.HasField("push_to") else (),
         rows_from=request.rows_from,
         lease_s=(request.lease_ms or limits.lease_ms) / 1000,
         free_run=request.free_run,
+        row_window=request.row_window or limits.row_window,
+        # Tokens that do not run have no log probabilities: such a prompt runs whole.
+        fork_of=None if whole or not request.HasField("fork_of") else key_of(request.fork_of),
+        priority=request.priority,
+        takes_prefix=not (request.no_prefix_cache or whole),
+        publishes=not request.no_prefix_cache,
     )
 
 
@@ -93,23 +105,35 @@ def _prompt(request: target_pb2.OpenTarget, limits: Limits) -> tuple[int, ...]:
     return ids
 
 
-def _sampling(message: common_pb2.Sampling) -> api.Sampling:
-    temperature = message.temperature if message.HasField("temperature") else 1.0
-    top_p = message.top_p if message.HasField("top_p") else 1.0
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise SpecwireError.field("sampling.temperature", temperature, "a finite number >= 0")
-    if not 0 < top_p <= 1:
-        raise SpecwireError.field("sampling.top_p", top_p, "more than 0, at most 1")
-    if temperature > 0 and not message.HasField("seed"):
+def _sampling(
+    message: common_pb2.Sampling, stop_ids: frozenset[int], vocab_size: int
+) -> api.Sampling:
+    """`stop_ids` may not come early, even where eos does not end the session."""
+    given = complete(message, vocab_size)
+    if given.temperature > 0 and not given.HasField("seed"):
         # Drawn here it would differ after a re-open, and the text with it.
         raise SpecwireError.field("sampling.seed", "absent", "a seed, unless the temperature is 0")
     return api.Sampling(
-        temperature=temperature,
-        top_k=message.top_k,
-        top_p=top_p,
-        seed=message.seed % _UINT64,
-        choice=message.choice,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        seed=given.seed % _UINT64,
+        choice=given.choice,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=tuple(sorted(given.logit_bias.items())),
+        bad_sequences=tuple(tuple(sequence.ids) for sequence in given.bad_sequences),
+        min_tokens=given.min_tokens,
+        stop_ids=tuple(sorted(stop_ids)) if given.min_tokens else (),
     )
+
+
+def _logprobs(
+    request: target_pb2.OpenTarget, name: Literal["logprobs", "prompt_logprobs"]
+) -> int | None:
+    return checked_logprobs(name, getattr(request, name)) if request.HasField(name) else None
 
 
 def _exact(value: int, limits: Limits) -> bool:

@@ -98,7 +98,7 @@ class Intake:
 
     def _new_session(self, link: Link, key: Key, request: target_pb2.OpenTarget) -> Session:
         spec = open_spec(request, self._limits)
-        self._scheduler.check_room(spec.limit_len)
+        self._scheduler.check_room(spec)
         now = self._now()
         address = request.push_to.address
         return Session(
@@ -110,6 +110,7 @@ class Intake:
             lease_s=spec.lease_s,
             lease_until=now + spec.lease_s,
             sink=self._exporter.open(address, key) if spec.taps else None,
+            prompt_end=spec.prompt_len,
             step=Step(
                 step_id=0,
                 base_len=len(spec.ids),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from specwire.observe import counter, histogram
+from specwire.observe import counter, gauge, histogram
 
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -20,6 +20,11 @@ class Metrics:
         self._rows = self._counter("row_bytes", "Bytes of hidden-state rows", ["outcome"])
         self._verdicts = self._counter("verdicts", "Steps answered", ["kind"])
         self._failures = self._counter("engine_failures", "Engine steps that raised", [])
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens, by where from", ["source"])
+        self._preempted = self._counter("preemptions", "Sessions that gave their pages away", [])
+        self._state = gauge(
+            "target_state", "Pages and sessions now", ["state"], registry=self.registry
+        )
         self._items = Histogram(
             "specwire_target_step_items",
             "Sessions in one engine step",
@@ -47,6 +52,17 @@ class Metrics:
         self._verdicts.labels(kind).inc()
         self._tokens.labels("draft").inc(accepted)
         self._tokens.labels("target").inc(tokens - accepted)
+
+    def prompt(self, cached: int, run: int) -> None:
+        self._prompt.labels("cache").inc(cached)
+        self._prompt.labels("run").inc(run)
+
+    def preempted(self) -> None:
+        self._preempted.inc()
+
+    def state(self, **values: int) -> None:
+        for name, value in values.items():
+            self._state.labels(name).set(value)
 
     def rows(self, outcome: str, size: int) -> None:
         """`outcome` is sent, overflow, lost (the stream broke) or refused (by the draft)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.api import Item, ItemResult
+from engine.api import Item, ItemResult, TokenLogprobs
 from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.decode import key_to_wire
@@ -13,9 +13,17 @@ from target_svc.sessions import Session, Step
 
 
 def end_chunk(session: Session, item: Item, rows: Rows | None) -> None:
-    """A prompt chunk with more to come."""
-    session.prefilled += len(item.ids)
-    _send_rows(session, 0, item.start, rows)
+    """A prompt chunk with more to come, run for the first time or again."""
+    assert session.table is not None and session.computed is not None
+    if session.opening:
+        session.computed = max(session.computed, session.table.length)
+        _send_rows(session, 0, item.start, rows)
+
+
+def keep_scores(session: Session, item: Item, result: ItemResult) -> None:
+    """Log probabilities of the prompt, chunk by chunk; a chunk that runs again has none to add."""
+    known = len(session.prompt_scores) - item.start
+    session.prompt_scores += result.prompt_logprobs[max(0, known) :]
 
 
 def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdict:
@@ -26,8 +34,8 @@ def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdi
     new_len = len(session.ids)
     assert session.table is not None
     session.table.truncate(new_len - 1)
-    session.prefilled = len(session.spec.ids)
-    rows_start = session.spec.rows_from if opening else base - 1
+    session.computed = new_len - 1
+    rows_start = session.rows_start if opening else base - 1
     session.finished = bool(kept.finish)
     session.done_step = step.step_id
     session.verdict = target_pb2.Verdict(
@@ -43,8 +51,21 @@ def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdi
         rows_start=rows_start if session.sink is not None else 0,
         rows_count=new_len - 1 - rows_start if session.sink is not None else 0,
         width=step.width,
+        logprobs=map(_scored, result.logprobs[: len(kept.tokens)]),
+        prompt_logprobs=map(_scored, session.prompt_scores) if opening else (),
+        cached_tokens=session.cached if opening else 0,
     )
+    session.prompt_scores.clear()
     return session.verdict
+
+
+def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        token_id=scored.token,
+        logprob=scored.logprob,
+        rank=scored.rank,
+        top=[common_pb2.TopLogprob(token_id=i, logprob=value) for i, value in scored.top],
+    )
 
 
 def end_step(session: Session, step_id: int, item: Item, rows: Rows | None) -> None:
@@ -75,7 +96,7 @@ def _send_rows(
     """Keeps and pushes the rows of [start, end), except those that the draft already has."""
     if session.sink is None or rows is None:
         return
-    skip = max(0, session.spec.rows_from - start) if session.opening else 0
+    skip = max(0, session.rows_start - start) if step_id == 0 else 0
     wanted = rows[skip : None if end is None else end - start]
     if len(wanted):
         session.history.add(start + skip, wanted)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from engine.api import Sampling
+from engine.api import Sampling, TokenLogprobs
 from engine.kv.pool import PageTable
 from specwire.v1 import target_pb2
 from target_svc.rows import RowHistory, RowSink
@@ -47,10 +47,20 @@ class OpenSpec:
     stop_ids: frozenset[int]
     exact: bool
     margins: bool
+    # Alternatives per token; None: no log probabilities.
+    logprobs: int | None
+    prompt_logprobs: int | None
     taps: tuple[int, ...]
     rows_from: int
     lease_s: float
     free_run: int
+    # Most cached tokens that are run again for the rows that the draft lacks.
+    row_window: int = 0
+    fork_of: Key | None = None
+    # Lower comes first.
+    priority: int = 0
+    takes_prefix: bool = True
+    publishes: bool = True
 
 
 @dataclass(slots=True)
@@ -74,11 +84,11 @@ class Step:
     width: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
-    """`ids` are the committed tokens; KV exists for all but the last one.
+    """`ids` are the committed tokens; KV exists for the first `kv` of them, at most all but one.
 
-    Before step 0 ends, KV exists for the first `prefilled` of them.
+    A session without a table waits for pages: it is new, or gave them to a session before it.
     """
 
     key: Key
@@ -90,7 +100,21 @@ class Session:
     lease_until: float
     sink: RowSink | None = None
     table: PageTable | None = None
-    prefilled: int = 0
+    # Prompt positions that need not be run for anything but their KV: their rows are out, or will
+    # never be. None: not begun.
+    computed: int | None = None
+    # First position whose row step 0 exports, and the prompt tokens that it did not run.
+    rows_start: int = 0
+    cached: int = 0
+    # Leading positions whose KV was computed in chunks of the prompt; those behind, in blocks.
+    prompt_end: int = 0
+    parent: Session | None = None
+    arrival: int = 0
+    # When its turn for a prompt chunk came last, and its last step ended.
+    turn: int = 0
+    idle_since: float = 0.0
+    # Those of the prompt as far as it has run, when asked for.
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     # Id and answer of the latest finished step.
     done_step: int = -1
     verdict: target_pb2.Verdict | None = None
@@ -109,6 +133,25 @@ class Session:
     def remaining(self) -> int:
         return self.spec.limit_len - len(self.ids)
 
+    @property
+    def kv(self) -> int:
+        return self.table.length if self.table is not None else 0
+
+    @property
+    def filling(self) -> bool:
+        """Prompt chunks come first: its first ones, or those that its pages were taken for."""
+        return self.opening or self.kv < len(self.ids) - 1
+
+    @property
+    def preempted(self) -> bool:
+        """Gave its pages away after it had begun."""
+        return self.table is None and self.computed is not None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower comes first, to run and to keep its pages."""
+        return self.spec.priority, self.arrival
+
     def renew(self, now: float, lease_s: float = 0.0) -> None:
         """The lease runs anew; `lease_s` changes its length."""
         self.lease_s = lease_s or self.lease_s
@@ -116,9 +159,13 @@ class Session:
 
     def truncate(self, length: int) -> None:
         """Back to `length` committed tokens; the anchor's KV and rows go too."""
-        assert self.table is not None and not self.running and 0 < length <= len(self.ids)
+        assert not self.running and 0 < length <= len(self.ids)
         del self.ids[length:]
-        self.table.truncate(length - 1)
+        if self.kv > length - 1:
+            assert self.table is not None
+            self.table.truncate(length - 1)
+        # The anchor is run again in a block, even where it was part of the prompt.
+        self.prompt_end = min(self.prompt_end, length - 1)
         self.history.truncate(length - 1)
         self.finished = False
 

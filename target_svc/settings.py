@@ -7,44 +7,25 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from engine.settings import EngineSettings
 from specwire.settings import ServiceSettings
 
 
-class TargetSettings(ServiceSettings):
+class TargetSettings(EngineSettings, ServiceSettings):
     """The target service: owns a model and its KV pages, draws every token, exports rows."""
 
     model_config = SettingsConfigDict(env_prefix="SPECWIRE_TARGET_")
 
     address: str = Field("unix:/tmp/specwire-target.sock", description="where to listen")
     model: str = Field("default", description="a directory, a .gguf file, or `default`")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of the weights: auto, bfloat16 or float32"
-    )
-    kv_dtype: str = Field("auto", description="dtype of the KV cache, auto, bfloat16 or float32")
-    device: str = Field("auto", description="cpu or cuda")
-    attention_backend: str | None = Field(
-        None,
-        description="auto, or a backend by name; refused, never replaced, when it does not fit",
-    )
-    cuda_graph_mode: str = Field(
-        "auto", description="auto, NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE"
-    )
-    kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="native C kernels, or torch's"
-    )
-    threads: int = Field(0, ge=0, le=1024, description="threads of the engine; 0: as many as cores")
-    max_length: int | None = Field(
-        None, ge=2, description="longest session in tokens; unset: the model's own limit"
-    )
-    page_tokens: int = Field(16, ge=1, le=4096, description="tokens of one KV page")
-    kv_pages: int | None = Field(None, ge=1, description="KV pages; unset: from kv_memory_mb")
-    kv_memory_mb: int = Field(1024, ge=1, description="memory of the KV cache in MiB")
     exactness: Literal["exact", "fast"] = Field(
         "exact", description="what a session gets that does not say"
     )
     max_draft_tokens: int = Field(7, ge=0, le=64, description="most draft ids of a verify step")
-    prefill_chunk_tokens: int = Field(
-        256, ge=1, description="prompt tokens that one step runs beside the verify blocks"
+    preempt_idle_ms: int = Field(
+        500,
+        ge=0,
+        description="a session without a step for so long gives its pages to any that needs some",
     )
     max_waiting: int = Field(256, ge=0, description="sessions that may wait for KV pages")
     lease_ms: int = Field(
@@ -66,7 +47,10 @@ class TargetSettings(ServiceSettings):
         32 * 1024 * 1024, ge=1024, description="rows in flight to one draft before it gives credit"
     )
     row_history_tokens: int = Field(
-        512, ge=0, description="recent rows kept for each session, to send them again"
+        512,
+        ge=0,
+        description="recent rows kept for each session, to send them again; also the cached tokens "
+        "run again for rows that a draft lacks, unless its opener names a number",
     )
     drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")

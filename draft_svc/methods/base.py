@@ -8,6 +8,7 @@ when it cannot propose it says why.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ REASON_K_LIMIT = "k_limit"
 REASON_CAPACITY = "draft_capacity"
 REASON_PAGES = "draft_pages"
 REASON_ROWS_MISSING = "rows_missing"
+REASON_CATCHING_UP = "catching_up"
+REASON_VOCABULARY = "vocabulary"
 REASON_DEADLINE = "deadline"
 REASON_SUPERSEDED = "superseded"
 
@@ -61,9 +64,24 @@ class RowNeeds:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """Measured time of one proposal of `tokens` for each of `sessions` with `context_tokens`
+    committed.
+    """
+
+    tokens: int
+    sessions: int
+    context_tokens: int
+    compute_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class MethodInfo:
     """Everything the handshake says about a method. Zero or empty: it does not matter to the
     method.
+
+    vocab_size     ids below it can be committed; where it is 0, `target_vocab_size` says
+    rows_optional  the method reads rows, and can propose without them too
     """
 
     method: str
@@ -85,17 +103,26 @@ class MethodInfo:
     rope_scaling: str = ""
     attention: AttentionReport | None = None
     layer_attention: tuple[str, ...] = ()
+    costs: tuple[Cost, ...] = ()
+    vocab_size: int = 0
+    rows_optional: bool = False
+
+    @property
+    def known_vocab_size(self) -> int:
+        """Committed ids must be below it; 0: any id will do."""
+        return self.vocab_size or self.target_vocab_size
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """What a method proposes: at most `k` ids, the method's own probabilities for them (or none),
-    and why not more.
+    and why not more. `source` names the method they come from where a drafter has several.
     """
 
     ids: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
     reason: str = ""
+    source: str = ""
 
 
 ContextT = TypeVar("ContextT")
@@ -103,10 +130,13 @@ ContextT = TypeVar("ContextT")
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[ContextT]):
-    """One session that wants `k >= 1` tokens after what is committed."""
+    """One session that wants `k >= 1` tokens after what is committed; after `deadline` (of the
+    monotonic clock) nobody waits for them.
+    """
 
     context: ContextT
     k: int
+    deadline: float = math.inf
 
 
 class Method(ABC, Generic[ContextT]):
@@ -121,6 +151,13 @@ class Method(ABC, Generic[ContextT]):
     @abstractmethod
     def open(self, ids: Sequence[int], sampling: Sampling) -> ContextT:
         """A session that committed `ids` so far."""
+
+    def restore(self, context: ContextT, target: str) -> tuple[int, int]:
+        """Takes what a cache has of a context that was just opened: the rows of positions
+        [start, end), returned, with end below the committed length. `target` is the fingerprint of
+        the model whose rows they are; without one nothing is taken or kept.
+        """
+        return 0, 0
 
     @abstractmethod
     def update(
@@ -142,8 +179,16 @@ class Method(ABC, Generic[ContextT]):
         """Pages held and free; a method without pages has none."""
         return PoolStats(free=0, total=0, tables=0)
 
+    def work(self) -> bool:
+        """One bounded piece of what need not be done before the next proposal; true while there is
+        more. Called between ticks.
+        """
+        return False
+
     def warm_up(self) -> None:
-        """Pays first-call costs before the service says it is ready."""
+        """Pays first-call costs before the service says it is ready, and measures what a proposal
+        costs.
+        """
 
     def check_integrity(self) -> None:
         """Raises AssertionError when pages leak; called when idle."""

@@ -1,21 +1,25 @@
 """DFlash: a block of masked slots filled in one forward over context made from the target's hidden
 states.
 
-Confirmed rows become context K/V once; a proposal is one ragged forward over the blocks of every
-session that is ready. Tokens are drawn as the target draws them: same noise, same filters, the
-index of the token being drawn.
+Confirmed rows become context K/V once, those of all sessions together; a proposal is one ragged
+forward over the blocks of every session that is ready. Tokens are drawn as the target draws them:
+same noise, same filters, the index of the token being drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from draft_svc.context_names import ContextNames
+from draft_svc.costs import measure
 from draft_svc.methods.base import (
     REASON_CAPACITY,
+    REASON_CATCHING_UP,
     REASON_PAGES,
     REASON_ROWS_MISSING,
     Draft,
@@ -25,42 +29,18 @@ from draft_svc.methods.base import (
     RowBlock,
     RowNeeds,
 )
+from draft_svc.methods.dflash_context import DFlashContext, nonempty
 from engine.api import Sampling
 from engine.attention.base import LayerMode
 from engine.errors import OutOfPages
 from engine.kernels.cpu import ops
-from engine.kv.pool import PageTable, PoolStats
-from engine.models.dflash import Block, LoadedDraft
+from engine.kv.pool import PoolStats
+from engine.kv.prefix import chain_root
+from engine.models.dflash import Block, ContextRows, LoadedDraft
 from engine.sampling import Draw, draw
 
-
-@dataclass(slots=True)
-class DFlashContext:
-    """Committed ids and the context K/V: positions [origin, end) are in `table`, `pending` rows
-    follow it.
-    """
-
-    ids: list[int]
-    sampling: Sampling
-    table: PageTable
-    origin: int = 0
-    pending: list[RowBlock] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        return self.origin + self.table.length
-
-    def truncate(self, keep: int) -> None:
-        """Forgets ids beyond `keep`, and the context of what they made: the anchor's row comes
-        again.
-        """
-        if keep >= len(self.ids):
-            return
-        del self.ids[keep:]
-        limit = max(keep - 1, 0)
-        self.table.truncate(min(self.table.length, max(limit - self.origin, 0)))
-        clipped = [block.clip(0, limit) for block in self.pending]
-        self.pending = [block for block in clipped if len(block.rows)]
+# Rows that one forward writes at most.
+_FORWARD_ROWS = 512
 
 
 class DFlashMethod(Method[DFlashContext]):
@@ -75,9 +55,13 @@ class DFlashMethod(Method[DFlashContext]):
         max_draft_tokens: int,
         max_length: int | None,
         tokenizer_hash: str,
+        confidences: bool = True,
     ) -> None:
-        self._model = loaded.model
+        self._model, self._confidences = loaded.model, confidences
         config = loaded.model.config
+        self._unwritten: dict[DFlashContext, None] = {}
+        self._names = ContextNames(loaded.model.pool.page_tokens)
+        self._row_width = config.row_width
         self._max_length = min(max_length or config.max_positions, config.max_positions)
         self._info = MethodInfo(
             method=self.name,
@@ -95,8 +79,8 @@ class DFlashMethod(Method[DFlashContext]):
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
             rope_style="neox",
-            rope_theta=config.rope_theta,
-            rope_scaling="none",
+            rope_theta=config.rope.theta,
+            rope_scaling=config.rope.described,
             attention=loaded.model.attention,
             layer_attention=tuple(map(_describe, config.modes)),
         )
@@ -108,33 +92,87 @@ class DFlashMethod(Method[DFlashContext]):
     def open(self, ids: Sequence[int], sampling: Sampling) -> DFlashContext:
         return DFlashContext(list(ids), sampling, self._model.pool.allocate(0))
 
+    def restore(self, context: DFlashContext, target: str) -> tuple[int, int]:
+        """Context K/V of position p follows from the ids up to p, the target and the draft: other
+        sessions' pages will do.
+        """
+        if not target:
+            return 0, 0
+        context.base = chain_root(self.name, self._info.fingerprint, target)
+        limit = min(len(context.ids) - 1, self._max_length)
+        found = self._names.find(context.table, context.base, context.ids, limit)
+        context.origin, context.root = found.origin, found.root
+        context.table.adopt(found.prefix, max(found.end - found.origin, 0))
+        return found.origin, found.end
+
     def update(
         self, context: DFlashContext, keep: int, tokens: Sequence[int], rows: Sequence[RowBlock]
     ) -> None:
         context.truncate(keep)
         context.ids += tokens
-        clipped = [block.clip(0, self._max_length) for block in rows]
-        context.pending += [block for block in clipped if len(block.rows)]
-        self._write(context)
+        context.add_rows(nonempty(block.clip(0, self._max_length) for block in rows))
+        if context.pending:
+            if context.begins_anew:
+                self._begin(context)
+            self._unwritten[context] = None
 
-    def _write(self, context: DFlashContext) -> bool:
-        """Turns pending rows into context K/V; False when pages are short, and the rows stay
-        pending.
+    def _begin(self, context: DFlashContext) -> None:
+        """Begins where the pending rows do, or a little later, at the edge of a page, where enough
+        of them are left: then other sessions can use it.
         """
-        while context.pending:
-            block = context.pending[0]
-            if context.table.length == 0:
-                context.origin = block.start
-            try:
-                self._model.write_context(
-                    context.table, block.start, _tensor(block), context.origin
-                )
-            except OutOfPages:
-                return False
-            context.pending.pop(0)
-        return True
+        size = self._model.pool.page_tokens
+        start, end = context.pending[0].start, context.pending[-1].end
+        edge = -(-start // size) * size
+        context.begin(edge if edge + size < end else start)
+        context.root = None
+        if context.base is not None:
+            context.root = self._names.begin(context.base, context.ids, context.origin)
+
+    def _publish(self, context: DFlashContext) -> None:
+        """Lets other sessions use the pages that are full by now."""
+        table = context.table
+        if context.root is not None and table.length // self._model.pool.page_tokens > len(
+            table.names
+        ):
+            table.publish(context.root, context.ids[context.origin :], table.length)
+
+    def work(self) -> bool:
+        """Writes what rounds without a proposal leave."""
+        self._write(list(self._unwritten), _FORWARD_ROWS)
+        # What lacks pages waits for a proposal to ask again.
+        for context in list(self._unwritten):
+            if self._lacks_pages(context):
+                del self._unwritten[context]
+        return bool(self._unwritten)
+
+    def _write(self, contexts: Sequence[DFlashContext], room: int) -> None:
+        """Turns at most `room` pending rows into context K/V, in one forward. Where pages are short
+        they stay pending.
+        """
+        writes: dict[DFlashContext, ContextRows] = {}
+        for context in contexts:
+            if room > 0 and context.pending and not self._lacks_pages(context):
+                writes[context] = write = context.next_rows(room)
+                room -= write.rows.shape[0]
+        if writes:
+            self._model.write_contexts(list(writes.values()))
+        for context in writes:
+            context.drop_written()
+            if not context.pending:
+                self._unwritten.pop(context, None)
+            self._publish(context)
+
+    def _lacks_pages(self, context: DFlashContext) -> bool:
+        try:
+            context.table.reserve(context.pending[-1].end - context.origin)
+        except OutOfPages:
+            return True
+        return False
 
     def propose(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
+        # Few rows first: a long prompt must not keep the others waiting.
+        contexts = sorted((r.context for r in requests), key=lambda c: c.pending_rows)
+        self._write(contexts, _FORWARD_ROWS)
         drafts: dict[int, Draft] = {}
         ready: list[tuple[int, Request[DFlashContext]]] = []
         for index, request in enumerate(requests):
@@ -153,8 +191,8 @@ class DFlashMethod(Method[DFlashContext]):
         start, size = len(context.ids) - 1, self._info.block_size
         if start + size > self._max_length:
             return REASON_CAPACITY
-        if not self._write(context):
-            return REASON_PAGES
+        if context.pending:
+            return REASON_PAGES if self._lacks_pages(context) else REASON_CATCHING_UP
         if context.end != start:
             return REASON_ROWS_MISSING
         try:
@@ -175,7 +213,7 @@ class DFlashMethod(Method[DFlashContext]):
             for slot in range(1, request.k + 1)
         ]
         tokens, _ = draw(asked, draws, False, ops.gumbel_argmax)
-        confidences = _probabilities(asked, draws, tokens)
+        confidences = _probabilities(asked, draws, tokens) if self._confidences else []
         drafts, first = [], 0
         for request in requests:
             last = first + request.k
@@ -184,6 +222,7 @@ class DFlashMethod(Method[DFlashContext]):
         return drafts
 
     def close(self, context: DFlashContext) -> None:
+        self._unwritten.pop(context, None)
         context.pending.clear()
         context.table.free()
 
@@ -194,25 +233,26 @@ class DFlashMethod(Method[DFlashContext]):
         self._model.pool.check_integrity()
 
     def warm_up(self) -> None:
-        """One round on zeros: packs, plans and allocates what the first session would wait for."""
+        """Packs, plans and allocates what the first session would wait for, and measures."""
         info = self._info
-        assert info.rows is not None
-        context = self.open([0, 0], Sampling(temperature=0.0))
-        rows = torch.zeros(1, info.rows.width, dtype=torch.bfloat16).view(torch.uint16).numpy()
-        self.update(context, 2, (), [RowBlock(0, rows)])
-        self.propose([Request(context, info.max_draft_tokens)])
-        self.close(context)
+        costs = measure(
+            self, self._filled, tokens=info.max_draft_tokens, max_length=self._max_length
+        )
+        self._info = replace(info, costs=costs)
 
-
-def _tensor(block: RowBlock) -> Tensor:
-    """bf16 rows as they came; numpy carries the bits as uint16, and torch wants memory it may
-    write.
-    """
-    return torch.from_numpy(block.rows.copy()).view(torch.bfloat16)
+    def _filled(self, sessions: int, length: int) -> list[DFlashContext]:
+        """Contexts of zeros."""
+        rows = np.zeros((length - 1, self._row_width), dtype=np.uint16)
+        contexts = [self.open([0] * length, Sampling(temperature=0.0)) for _ in range(sessions)]
+        for context in contexts:
+            self.update(context, length, (), [RowBlock(0, rows)])
+        while self.work():
+            pass
+        return contexts
 
 
 def _probabilities(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[float]:
-    """The draft's own probability of each token, filters and temperature included."""
+    """The draft's own probability of each token at its temperature, filters left out."""
     scale = torch.tensor([1 / (d.sampling.temperature or 1.0) for d in draws])
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     if bool((scale != 1).any()):

@@ -8,18 +8,39 @@ itself. Each token logs what its insertions replaced, which makes truncation exa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from draft_svc.methods.base import REASON_NO_MATCH, Draft, Method, MethodInfo, Request, RowBlock
+from draft_svc.costs import measure
+from draft_svc.methods.base import (
+    REASON_CAPACITY,
+    REASON_NO_MATCH,
+    Draft,
+    Method,
+    MethodInfo,
+    Request,
+    RowBlock,
+)
 from engine.api import Sampling
+
+# Longer matches are not told apart.
+MATCH_LIMIT = 16
+# A token takes some 400 bytes of index.
+LENGTH_LIMIT = 1 << 17
 
 
 class NgramIndex:
-    """A growing text and, per n, the most recent end of each n-gram that something follows."""
+    """A growing text and, per n, the most recent end of each n-gram that something follows.
 
-    __slots__ = ("_ends", "_max_n", "_min_n", "_replaced", "ids")
+    What is beyond `limit` tokens is counted, not kept.
+    """
 
-    def __init__(self, min_n: int, max_n: int, ids: Sequence[int] = ()) -> None:
-        self._min_n, self._max_n = min_n, max_n
+    __slots__ = ("_ends", "_limit", "_max_n", "_min_n", "_replaced", "ids", "length")
+
+    def __init__(
+        self, min_n: int, max_n: int, ids: Sequence[int] = (), limit: int = LENGTH_LIMIT
+    ) -> None:
+        self._min_n, self._max_n, self._limit = min_n, max_n, limit
+        self.length = 0
         self.ids: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
         # Per token: the entries that indexing the text before it replaced, shortest n-gram first
@@ -28,6 +49,9 @@ class NgramIndex:
         self.extend(ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
+        room = self._limit - self.length
+        self.length += len(tokens)
+        tokens = tokens[: max(room, 0)]
         ids, ends, min_n, max_n = self.ids, self._ends, self._min_n, self._max_n
         for token in tokens:
             end = len(ids)
@@ -42,6 +66,7 @@ class NgramIndex:
 
     def truncate(self, length: int) -> None:
         """Forgets tokens from `length` on; the index is what it was then."""
+        self.length = min(self.length, length)
         while len(self.ids) > length:
             self.ids.pop()
             end = len(self.ids)
@@ -52,14 +77,16 @@ class NgramIndex:
                 else:
                     self._ends[gram] = before
 
-    def lookup(self, k: int) -> tuple[int, ...]:
-        """The k tokens after the most recent earlier occurrence of the longest known suffix; empty
-        without one.
+    def lookup(self, k: int) -> tuple[int, tuple[int, ...]]:
+        """How long the match is, up to `MATCH_LIMIT`, and the k tokens after it: the most recent
+        earlier occurrence of the longest known suffix; (0, ()) without one.
 
         A match close to the end is continued into what it proposes, so that a repeating text goes
         on repeating.
         """
         ids = self.ids
+        if self.length > len(ids):
+            return 0, ()
         for n in range(min(self._max_n, len(ids)), self._min_n - 1, -1):
             end = self._ends.get(tuple(ids[-n:]))
             if end is not None:
@@ -67,8 +94,15 @@ class NgramIndex:
                 found = ids[end : end + k]
                 while len(found) < k:
                     found.append(found[len(found) - period])
-                return tuple(found)
-        return ()
+                return self._match_length(end, n), tuple(found)
+        return 0, ()
+
+    def _match_length(self, end: int, known: int) -> int:
+        """How many tokens before `end` equal those at the end of the text; `known` of them do."""
+        ids, length = self.ids, known
+        while length < min(end, MATCH_LIMIT) and ids[end - length - 1] == ids[-length - 1]:
+            length += 1
+        return length
 
 
 class NgramMethod(Method[NgramIndex]):
@@ -76,18 +110,31 @@ class NgramMethod(Method[NgramIndex]):
 
     name = "ngram"
 
-    def __init__(self, *, min_n: int, max_n: int, max_draft_tokens: int) -> None:
-        self._min_n, self._max_n = min_n, max_n
+    def __init__(
+        self, *, min_n: int, max_n: int, max_draft_tokens: int, max_length: int = LENGTH_LIMIT
+    ) -> None:
+        self._min_n, self._max_n, self._max_length = min_n, max_n, max_length
         self._info = MethodInfo(
-            method=self.name, name=f"ngram-{min_n}-{max_n}", max_draft_tokens=max_draft_tokens
+            method=self.name,
+            name=f"ngram-{min_n}-{max_n}",
+            max_draft_tokens=max_draft_tokens,
+            max_length_tokens=max_length,
         )
 
     @property
     def info(self) -> MethodInfo:
         return self._info
 
+    def warm_up(self) -> None:
+        costs = measure(self, self._filled, tokens=self._info.max_draft_tokens)
+        self._info = replace(self._info, costs=costs)
+
+    def _filled(self, sessions: int, length: int) -> list[NgramIndex]:
+        text = [index % (self._max_n + 1) for index in range(length)]
+        return [self.open(text, Sampling()) for _ in range(sessions)]
+
     def open(self, ids: Sequence[int], sampling: Sampling) -> NgramIndex:
-        return NgramIndex(self._min_n, self._max_n, ids)
+        return NgramIndex(self._min_n, self._max_n, ids, self._max_length)
 
     def update(
         self, context: NgramIndex, keep: int, tokens: Sequence[int], rows: Sequence[RowBlock]
@@ -99,7 +146,9 @@ class NgramMethod(Method[NgramIndex]):
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: Request[NgramIndex]) -> Draft:
-        ids = request.context.lookup(request.k)
+        if request.context.length > self._max_length:
+            return Draft(reason=REASON_CAPACITY)
+        _, ids = request.context.lookup(request.k)
         return Draft(ids, reason="" if ids else REASON_NO_MATCH)
 
     def close(self, context: NgramIndex) -> None:

@@ -64,3 +64,7 @@ class KVCache:
         """Stores k, v [rows, kv_heads, head_dim] at flat slots [rows] (int64)."""
         self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, slots, k.to(self.geometry.dtype))
         self.v[layer].view(-1, *v.shape[1:]).index_copy_(0, slots, v.to(self.geometry.dtype))
+
+    def copy_page(self, source: int, to: int) -> None:
+        """Copies one page of every layer."""
+        self._data[:, :, to] = self._data[:, :, source]

@@ -27,7 +27,8 @@ from engine.kv.pool import PagePool, PageTable
 from engine.linear import Linear, pack_linear
 from engine.models.config import from_hf
 from engine.models.dflash_config import DFlashConfig, parse_dflash
-from engine.models.layers import NATIVE, TORCH, rope_tables
+from engine.models.layers import NATIVE, TORCH, head_norm
+from engine.models.rope import rope_tables
 from engine.weights import Weights, fingerprint, read_json
 
 
@@ -56,6 +57,16 @@ class Block:
     table: PageTable
     anchor: int
     start: int
+    origin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRows:
+    """Rows [n, row_width] of positions [start, start + n), any float dtype: the target's taps."""
+
+    table: PageTable
+    start: int
+    rows: Tensor
     origin: int = 0
 
 
@@ -120,7 +131,7 @@ class DFlashModel:
         self._embedding = embedding
         rows = options.head_rows or head.shape[0]
         self._head = pack_linear(head[:rows], self._mode)
-        self._cos, self._sin = rope_tables(config.rope_theta, config.head_dim, config.max_positions)
+        self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_positions)
         d = config.hidden_size
         self._fc = pack_linear(draft.take("fc.weight", d, config.row_width), self._mode)
         self._hidden_norm = draft.take("hidden_norm.weight", d).float()
@@ -165,35 +176,55 @@ class DFlashModel:
         return w_kv
 
     def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Norm of each head of x [rows, heads * head_dim]."""
-        heads = x.reshape(-1, self.config.head_dim)
-        return self.kernels.rms_norm(heads, weight, self.config.rms_eps).view(x.shape[0], -1)
+        return head_norm(self.kernels, x, weight, self.config.rms_eps)
 
-    @torch.inference_mode()
     def write_context(self, table: PageTable, start: int, rows: Tensor, origin: int = 0) -> None:
         """Stores K/V of positions [start, start + len(rows)) and sets the table's length to their
-        end.
-
-        rows [n, row_width], any float dtype: the target's taps. Raises OutOfPages and writes
-        nothing when pages are short.
+        end. Raises OutOfPages and writes nothing when pages are short.
         """
-        c, count = self.config, rows.shape[0]
-        first, end = start - origin, start - origin + count
-        assert 0 <= first <= table.length, (
-            f"context gap: have {table.length}, rows start at {first}"
+        self.write_contexts([ContextRows(table, start, rows, origin)])
+
+    @torch.inference_mode()
+    def write_contexts(self, writes: Sequence[ContextRows]) -> None:
+        """The same for several sessions, each at most once, with one product for all."""
+        positions: list[Tensor] = []
+        for write in writes:
+            first, count = write.start - write.origin, write.rows.shape[0]
+            assert 0 <= first <= write.table.length, (
+                f"context gap: have {write.table.length}, rows start at {first}"
+            )
+            write.table.truncate(first)
+            write.table.reserve(first + count)
+            positions.append(torch.arange(write.start, write.start + count))
+        self._copy_pages()
+        slots = [
+            write.table.slot(position - write.origin)
+            for write, written in zip(writes, positions, strict=True)
+            for position in written.tolist()
+        ]
+        self._write_rows(
+            torch.cat([write.rows.float() for write in writes]),
+            torch.cat(positions),
+            torch.tensor(slots, dtype=torch.int64),
         )
-        table.reserve(end)
-        x = self.kernels.rms_norm(self._fc(rows.float()), self._hidden_norm, c.rms_eps)
+        for write in writes:
+            write.table.length = write.start - write.origin + write.rows.shape[0]
+
+    def _copy_pages(self) -> None:
+        """Makes shared pages writable where a table is about to write; before every write."""
+        for source, to in self.pool.take_copies():
+            self.cache.copy_page(source, to)
+
+    def _write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        c = self.config
+        x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, c.rms_eps)
         kv = self._context_kv(x)
-        positions = torch.arange(start, start + count)
-        slots = torch.tensor([table.slot(i) for i in range(first, end)], dtype=torch.int64)
         width = c.kv_heads * c.head_dim
         for index, layer in enumerate(self._layers):
             k = kv[:, 2 * index * width : (2 * index + 1) * width]
             v = kv[:, (2 * index + 1) * width : (2 * index + 2) * width]
             k = self._head_norm(k, layer.k_norm)
             self._store(index, None, k, v, positions, slots)
-        table.length = end
 
     def _store(
         self, index: int, q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor
@@ -220,6 +251,7 @@ class DFlashModel:
             )
             assert block.table.length == block.start - block.origin, "context must reach the anchor"
             block.table.reserve(block.start - block.origin + b)
+        self._copy_pages()
         hidden = self._forward(blocks).view(len(blocks), b, -1)[:, 1 : count + 1]
         return self._head(hidden.reshape(-1, c.hidden_size)).view(len(blocks), count, -1)
 

@@ -2,6 +2,8 @@
 
     with Client("127.0.0.1:7070") as client:
         print(client.generate(prompt="The capital of France is", max_tokens=16).text)
+        for answer in client.generate(prompt="Once", n=3, logprobs=2).choices:
+            print(answer.text, answer.logprobs[0].top)
         for event in client.stream(messages=[{"role": "user", "content": "Hello"}]):
             if isinstance(event, Delta):
                 print(event.text, end="")
@@ -27,15 +29,16 @@ from specwire.generation import (
     Event,
     Finished,
     FinishReason,
-    GenerateOptions,
     Generation,
     Sampling,
+    TokenLogprobs,
+    TopLogprob,
     Usage,
-    build_request,
     collect,
     event_from,
 )
 from specwire.info import ServerInfo, info_from
+from specwire.request import GenerateOptions, build_request
 from specwire.rpc import channel_options
 from specwire.v1 import generate_pb2, generate_pb2_grpc
 
@@ -53,6 +56,8 @@ __all__ = [
     "Sampling",
     "ServerInfo",
     "Stream",
+    "TokenLogprobs",
+    "TopLogprob",
     "Usage",
 ]
 
@@ -83,12 +88,15 @@ class _Budget:
 
 
 class _Receiver:
-    """What both kinds of stream keep: whether anything came, and whether the end did."""
+    """What both kinds of stream keep: whether anything came, and how many answers are to end."""
 
-    def __init__(self, start: Callable[[float | None], Any], budget: _Budget) -> None:
+    def __init__(
+        self, start: Callable[[float | None], Any], budget: _Budget, answers: int = 1
+    ) -> None:
         self._start, self._budget = start, budget
         self._call: Any = None
-        self._received = self._finished = self._closed = False
+        self._received = self._closed = False
+        self._unfinished = answers
 
     def _open(self) -> Any:
         if self._call is None:
@@ -109,12 +117,12 @@ class _Receiver:
     def _decode(self, response: generate_pb2.GenerateResponse) -> Event | None:
         self._received = True
         event = event_from(response)
-        self._finished |= isinstance(event, Finished)
+        self._unfinished -= isinstance(event, Finished)
         return event
 
     def _ended(self) -> None:
         self._closed = True
-        if not self._finished:
+        if self._unfinished > 0:
             raise SpecwireError(Reason.INTERNAL, "the stream ended without a final message")
 
     def _over(self) -> bool:
@@ -128,10 +136,12 @@ class _Receiver:
 
 
 class AsyncStream(_Receiver):
-    """An async iterator of events, ending after `Finished`."""
+    """An async iterator of events, ending after the `Finished` of every choice."""
 
-    def __init__(self, start: Callable[[float | None], Any], budget: _Budget) -> None:
-        super().__init__(start, budget)
+    def __init__(
+        self, start: Callable[[float | None], Any], budget: _Budget, answers: int = 1
+    ) -> None:
+        super().__init__(start, budget, answers)
         self._loop = asyncio.get_running_loop()
 
     def __aiter__(self) -> Self:
@@ -172,7 +182,7 @@ class AsyncStream(_Receiver):
 
 
 class Stream(_Receiver):
-    """An iterator of events, ending after `Finished`."""
+    """An iterator of events, ending after the `Finished` of every choice."""
 
     def __iter__(self) -> Self:
         return self
@@ -220,9 +230,10 @@ class AsyncClient:
         self._stub: Any = generate_pb2_grpc.GenerationServiceStub(self._channel)
 
     def stream(self, **options: Unpack[GenerateOptions]) -> AsyncStream:
-        """Starts a generation; iterate for `Delta`s and one `Finished`."""
+        """Starts a generation; iterate for `Delta`s and one `Finished` for each choice."""
         request, budget = build_request(options), _Budget(options.get("timeout_s"))
-        return AsyncStream(lambda left: self._stub.Generate(request, timeout=left), budget)
+        n = max(1, request.n)
+        return AsyncStream(lambda left: self._stub.Generate(request, timeout=left), budget, n)
 
     async def generate(self, **options: Unpack[GenerateOptions]) -> Generation:
         async with self.stream(**options) as stream:
@@ -255,9 +266,10 @@ class Client:
         self._stub: Any = generate_pb2_grpc.GenerationServiceStub(self._channel)
 
     def stream(self, **options: Unpack[GenerateOptions]) -> Stream:
-        """Starts a generation; iterate for `Delta`s and one `Finished`."""
+        """Starts a generation; iterate for `Delta`s and one `Finished` for each choice."""
         request, budget = build_request(options), _Budget(options.get("timeout_s"))
-        return Stream(lambda left: self._stub.Generate(request, timeout=left), budget)
+        n = max(1, request.n)
+        return Stream(lambda left: self._stub.Generate(request, timeout=left), budget, n)
 
     def generate(self, **options: Unpack[GenerateOptions]) -> Generation:
         with self.stream(**options) as stream:

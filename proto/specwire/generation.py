@@ -1,13 +1,13 @@
-"""What the SDK sends and returns, as plain typed objects; no protobuf message reaches a user."""
+"""What the SDK returns, as plain typed objects; no protobuf message reaches a user."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any
 
-from specwire.errors import SpecwireError
+from specwire.request import EXACTNESS
 from specwire.v1 import common_pb2, generate_pb2
 
 
@@ -25,57 +25,50 @@ _FINISH = {
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
 }
-_EXACTNESS = {
-    "": common_pb2.EXACTNESS_UNSPECIFIED,
-    "exact": common_pb2.EXACTNESS_EXACT,
-    "fast": common_pb2.EXACTNESS_FAST,
-}
-_EXACTNESS_NAMES = {value: name for name, value in _EXACTNESS.items()}
+_MAPPINGS = ("fallbacks", "phase_ms", "accepted_by_source")
+_EXACTNESS_NAMES = {value: name for name, value in EXACTNESS.items()}
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Arguments of `generate` and `stream`: one of prompt, messages, token_ids; the rest optional.
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    logprob: float
+    text: str
 
-    What is left out, or None, takes the server's documented default.
-    """
 
-    prompt: str | None
-    messages: Sequence[Mapping[str, str]] | None
-    token_ids: Sequence[int] | None
-    max_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    seed: int | None
-    choice: int | None
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    method: str
-    num_speculative_tokens: int | None
-    exactness: str
-    timeout_s: float | None
-    return_token_ids: bool
-    return_margins: bool
-    model: str
-    request_id: str
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable a token was before any sampling option; rank 1 is the most probable. `top` are
+    the alternatives asked for, highest first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[TopLogprob, ...]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text and its tokens; the first `accepted_count` of them were the draft's."""
+    """New text and its tokens; the first `accepted_count` of them were the draft's.
+
+    `choice` tells which of the `n` answers goes on. `logprobs`: one per token, when asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     accepted_count: int
     accepted_chars: int
     margins: tuple[float, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +88,8 @@ class Acceptance:
     per_step_accepted: tuple[int, ...] = ()
     ttft_ms: float = 0.0
     total_ms: float = 0.0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    target_moves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +101,14 @@ class Sampling:
     top_p: float
     seed: int
     choice: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    # Those of `bad_words` included.
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,15 @@ class Finished:
     sampling: Sampling
     request_id: str
     exactness: str
+    choice: int = 0
+    max_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    priority: int = 0
+    # From the second prompt token on, when asked for; with choice 0 only.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 Event = Delta | Finished
@@ -127,7 +139,10 @@ Event = Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A whole generation: what the deltas said, and how it ended."""
+    """A whole generation: what the deltas said, how it ended, and what was applied.
+
+    With `n` above 1 this is choice 0, and `others` are the rest; `choices` are all, in order.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -140,72 +155,26 @@ class Generation:
     sampling: Sampling
     request_id: str
     exactness: str
+    choice: int = 0
+    max_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    priority: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    others: tuple[Generation, ...] = ()
 
+    @property
+    def choices(self) -> tuple[Generation, ...]:
+        return (self, *self.others)
 
-def build_request(options: GenerateOptions) -> generate_pb2.GenerateRequest:
-    """The wire form of the arguments. Names what cannot travel; judging values is the server's."""
-    unknown = options.keys() - GenerateOptions.__annotations__.keys()
-    if unknown:
-        accepted = ", ".join(GenerateOptions.__annotations__)
-        raise SpecwireError.field("argument", min(unknown), accepted)
-    exactness = options.get("exactness", "")
-    if exactness not in _EXACTNESS:
-        raise SpecwireError.field("exactness", exactness, "'exact', 'fast' or '' (the default)")
-    request = generate_pb2.GenerateRequest(
-        exactness=_EXACTNESS[exactness],
-        return_token_ids=options.get("return_token_ids", True),
-    )
-    _set_input(request, options)
-    for name in ("request_id", "model", "ignore_eos", "return_margins", "max_tokens"):
-        _assign(request, name, options)
-    for name in ("temperature", "top_k", "top_p", "seed", "choice"):
-        _assign(request.sampling, name, options)
-    for name in ("method", "num_speculative_tokens"):
-        _assign(request.speculation, name, options)
-    stop = options.get("stop", ())
-    _extend(request.stop, "stop", (stop,) if isinstance(stop, str) else stop, "strings")
-    stop_ids = options.get("stop_token_ids", ())
-    _extend(request.stop_token_ids, "stop_token_ids", stop_ids, "token ids")
-    return request
-
-
-def _set_input(request: generate_pb2.GenerateRequest, options: GenerateOptions) -> None:
-    names = ("prompt", "messages", "token_ids")
-    given = [name for name in names if options.get(name) is not None]
-    if len(given) != 1:
-        shown = " and ".join(given) or "missing"
-        raise SpecwireError.field("input", shown, "exactly one of prompt, messages, token_ids")
-    if given == ["token_ids"]:
-        request.tokens.SetInParent()
-        _extend(request.tokens.ids, "token_ids", options["token_ids"] or (), "token ids")
-        return
-    try:  # the text itself must not get into an error message
-        if given == ["prompt"]:
-            request.prompt = options["prompt"] or ""
-            return
-        request.chat.SetInParent()
-        for message in options["messages"] or ():
-            request.chat.messages.add(role=message["role"], content=message["content"])
-    except (TypeError, ValueError, KeyError):
-        accepted = "text in valid Unicode; messages are mappings with `role` and `content`"
-        raise SpecwireError.field(given[0], "of another form", accepted) from None
-
-
-def _assign(message: Any, name: str, options: GenerateOptions) -> None:
-    value = options.get(name)
-    if value is None:
-        return
-    try:
-        setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise SpecwireError.field(name, value, str(error)) from None
-
-
-def _extend(target: Any, name: str, values: Iterable[Any], accepted: str) -> None:
-    try:
-        target.extend(values)
-    except (TypeError, ValueError):
-        raise SpecwireError.field(name, "of another form", f"a sequence of {accepted}") from None
+    @property
+    def total_usage(self) -> Usage:
+        """Of all choices; their common prompt counts once."""
+        completion = sum(choice.usage.completion_tokens for choice in self.choices)
+        return replace(self.usage, completion_tokens=completion)
 
 
 def event_from(response: generate_pb2.GenerateResponse) -> Event | None:
@@ -219,27 +188,59 @@ def event_from(response: generate_pb2.GenerateResponse) -> Event | None:
             accepted_count=delta.accepted_count,
             accepted_chars=delta.accepted_chars,
             margins=tuple(delta.margins),
+            logprobs=_logprobs(delta.logprobs),
+            choice=response.choice,
         )
-    return _finished(response.finished) if kind == "finished" else None
+    return _finished(response.finished, response.choice) if kind == "finished" else None
 
 
-def _finished(message: generate_pb2.Finished) -> Finished:
-    sampling = message.sampling
+def _logprobs(scored: Iterable[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            token_id=token.token_id,
+            logprob=token.logprob,
+            rank=token.rank,
+            top=tuple(TopLogprob(t.token_id, t.logprob, t.text) for t in token.top),
+            text=token.text,
+        )
+        for token in scored
+    )
+
+
+def _finished(message: generate_pb2.Finished, choice: int) -> Finished:
     return Finished(
         finish_reason=_FINISH.get(message.reason, FinishReason.UNKNOWN),
         stop_string=message.stop_string,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-        usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens),
-        acceptance=_acceptance(message.acceptance),
-        sampling=Sampling(
-            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-            seed=sampling.seed,
-            choice=sampling.choice,
+        usage=Usage(
+            message.usage.prompt_tokens,
+            message.usage.completion_tokens,
+            message.usage.cached_prompt_tokens,
         ),
+        acceptance=_acceptance(message.acceptance),
+        sampling=_sampling(message.sampling),
         request_id=message.request_id,
         exactness=_EXACTNESS_NAMES.get(message.exactness, ""),
+        choice=choice,
+        max_tokens=message.max_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        bad_words=tuple(message.bad_words),
+        priority=message.priority,
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
+    )
+
+
+def _sampling(message: common_pb2.Sampling) -> Sampling:
+    """What an older server left out is at its documented default, as here."""
+    present = {field.name: value for field, value in message.ListFields()}
+    present["logit_bias"] = dict(message.logit_bias)
+    present["bad_sequences"] = tuple(tuple(sequence.ids) for sequence in message.bad_sequences)
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0, "choice": 0}
+    values = defaults | present
+    return Sampling(
+        **{item.name: values[item.name] for item in fields(Sampling) if item.name in values}
     )
 
 
@@ -249,18 +250,25 @@ def _acceptance(record: generate_pb2.AcceptanceRecord) -> Acceptance:
     for item in fields(Acceptance):
         value = getattr(record, item.name)
         if not isinstance(value, (str, int, float)):
-            value = dict(value) if item.name in ("fallbacks", "phase_ms") else tuple(value)
+            value = dict(value) if item.name in _MAPPINGS else tuple(value)
         values[item.name] = value
     return Acceptance(**values)
 
 
 def collect(events: Sequence[Event]) -> Generation:
-    """The whole of a stream that has ended; its last event is `Finished`."""
-    deltas = [event for event in events if isinstance(event, Delta)]
-    ends = [event for event in events if isinstance(event, Finished)]
+    """The whole of a stream that has ended: every choice has its `Finished`."""
+    ends = {event.choice: event for event in events if isinstance(event, Finished)}
+    made = [_joined(events, ends[choice]) for choice in sorted(ends)]
+    return replace(made[0], others=tuple(made[1:]))
+
+
+def _joined(events: Sequence[Event], end: Finished) -> Generation:
+    """One choice's deltas put together."""
+    deltas = [e for e in events if isinstance(e, Delta) and e.choice == end.choice]
     return Generation(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(i for delta in deltas for i in delta.token_ids),
         margins=tuple(m for delta in deltas for m in delta.margins),
-        **{item.name: getattr(ends[-1], item.name) for item in fields(Finished)},
+        logprobs=tuple(scored for delta in deltas for scored in delta.logprobs),
+        **{item.name: getattr(end, item.name) for item in fields(Finished)},
     )

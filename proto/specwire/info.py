@@ -43,6 +43,10 @@ class WorkerState:
     device: str
     methods: tuple[str, ...]
     attention: AttentionReport
+    sessions: int
+    waiting: int
+    pages_free: int
+    pages_total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +112,8 @@ def _worker(worker: generate_pb2.GenerationServiceGetInfoResponse.Worker) -> Wor
             graph_mode=report.graph_mode,
             notes=tuple(report.notes),
         ),
+        sessions=worker.sessions,
+        waiting=worker.waiting,
+        pages_free=worker.pages_free,
+        pages_total=worker.pages_total,
     )

@@ -7,6 +7,7 @@ help text and the environment variable follow from the field. Needs the `serve` 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -26,6 +27,9 @@ from specwire.errors import Reason, SpecwireError
 
 # Kubernetes and Docker put addresses of services into variables that may share a service's prefix.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP)\w*)$")
+
+# So many names fit into a message.
+_FEW_NAMES = 8
 
 _LOADERS: dict[str, Callable[[str], Any]] = {
     ".yaml": yaml.safe_load,
@@ -138,7 +142,7 @@ def _from_environment(cls: type[ServiceSettings], environment: Mapping[str, str]
             continue
         if name != "config" and name not in cls.model_fields:
             # Not with its value: it may be a secret under a misspelled name.
-            text = f"{variable} is not a setting; accepted: {_names(cls, prefix.upper())}"
+            text = f"{variable} is not a setting; accepted: {_names(cls, variable, prefix.upper())}"
             raise SpecwireError(Reason.SETTINGS_INVALID, text, {"field": variable})
         found[name] = value
     return found
@@ -166,19 +170,30 @@ def _bad_file(path: Path, accepted: str) -> SpecwireError:
     return SpecwireError.field("config", str(path), accepted, Reason.SETTINGS_INVALID)
 
 
-def _names(cls: type[ServiceSettings], prefix: str = "") -> str:
-    return ", ".join(prefix + (name.upper() if prefix else name) for name in cls.model_fields)
+def _names(cls: type[ServiceSettings], given: str, prefix: str = "") -> str:
+    """The settings that `given` may have meant: all where they are few, else the nearest."""
+    names = [prefix + (name.upper() if prefix else name) for name in cls.model_fields]
+    if len(names) <= _FEW_NAMES:
+        return ", ".join(names)
+    near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
+    return ", ".join([*near, "those that --help lists"])
 
 
 def _invalid(cls: type[ServiceSettings], error: ValidationError) -> SpecwireError:
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "settings"
-    value, accepted = first["input"], first["msg"]
+    value, accepted = first["input"], _accepted(first["msg"])
     if first["type"] == "extra_forbidden":
-        accepted = f"one of the settings {_names(cls)}"
+        accepted = f"one of the settings {_names(cls, name)}"
     field = cls.model_fields.get(name)
     if field is None and first["type"] != "extra_forbidden":
-        value = "this combination"
-    elif field is not None and _is_secret(field):
+        text = f"the settings do not fit together: {accepted}"
+        return SpecwireError(Reason.SETTINGS_INVALID, text, {"field": "settings"})
+    if field is not None and _is_secret(field):
         value = "(secret)"
     return SpecwireError.field(name, value, accepted, Reason.SETTINGS_INVALID)
+
+
+def _accepted(text: str) -> str:
+    """What pydantic says would be accepted, without the words around it."""
+    return re.sub(r"^(Value error, |Input should be )|, unable to parse .*$", "", text)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 from engine.api import Item
-from engine.config import EngineConfig
 from engine.default_model import tokenizer_document
 from engine.errors import BackendUnavailable, CheckpointError, EngineError
 from engine.runner import load_engine
 from specwire.errors import Reason, SpecwireError
 from target_svc.app import Loaded
+from target_svc.costs import measure
 from target_svc.settings import TargetSettings
 
 log = logging.getLogger(__name__)
@@ -19,35 +19,18 @@ log = logging.getLogger(__name__)
 def load_native(settings: TargetSettings) -> Loaded:
     """Loads the weights and runs small steps, so that the first request finds everything warm."""
     try:
-        engine = load_engine(_config(settings))
+        engine = load_engine(settings.engine_config(settings.model))
         log.info("warming up")
         table = engine.allocate(8)
         for start, ids, draws in ((0, [1, 2, 3], 1), (3, [4, 5], 2)):
             table.truncate(min(start, table.length))
             engine.step([Item(table=table, ids=ids, start=start, draws=draws)])
         table.free()
-        return Loaded(engine, tokenizer_document(settings.model))
+        costs = tuple(measure(engine, settings.exactness == "exact"))
+        return Loaded(engine, tokenizer_document(settings.model), costs=costs)
     except BackendUnavailable as error:
         raise SpecwireError(Reason.BACKEND_UNAVAILABLE, str(error)) from error
     except CheckpointError as error:
         raise SpecwireError(Reason.CHECKPOINT_INVALID, str(error)) from error
     except EngineError as error:
         raise SpecwireError(Reason.SETTINGS_INVALID, str(error)) from error
-
-
-def _config(settings: TargetSettings) -> EngineConfig:
-    return EngineConfig(
-        model=settings.model,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        device=settings.device,
-        attention_backend=settings.attention_backend,
-        cuda_graph_mode=settings.cuda_graph_mode,
-        kernels=settings.kernels,
-        max_length=settings.max_length,
-        kv_pages=settings.kv_pages,
-        kv_memory_mb=settings.kv_memory_mb,
-        page_tokens=settings.page_tokens,
-        threads=settings.threads,
-        prefill_chunk=settings.prefill_chunk_tokens,
-    )

@@ -84,9 +84,8 @@ def test_service_links_of_containers_are_no_settings(monkeypatch: pytest.MonkeyP
 
 
 def test_invalid_values_name_field_value_and_what_is_accepted(tmp_path: Path) -> None:
-    assert (
-        failure("--share", "2") == "share is '2'; accepted: Input should be less than or equal to 1"
-    )
+    assert failure("--share", "2") == "share is '2'; accepted: less than or equal to 1"
+    assert failure("--share", "x") == "share is 'x'; accepted: a valid number"
     assert "kv_pages is 'many'" in failure("--kv-pages", "many")
     assert "listen is" in failure("--listen", "[a")
     for name, text in (("s.ini", ""), ("s.toml", "a"), ("s.json", "[]"), ("s.yaml", "a: [")):

@@ -11,14 +11,10 @@ from coordinator import demo
 from coordinator.bench_prompts import Prompt, load_prompts
 from coordinator.local import LocalDeployment, LocalOptions
 
-# A busy machine makes proposals late, and a late drafter is left alone for a while: right in
-# service, but here it would compare plain decoding with itself.
-PATIENT = ("--proposal-wait-min-ms", "5000", "--breaker-lates", "1000")
-
 
 @pytest.fixture(scope="session")
 def deployment() -> Iterator[LocalDeployment]:
-    with LocalDeployment(LocalOptions(extra=(("coordinator", PATIENT),))) as running:
+    with LocalDeployment(LocalOptions()) as running:
         yield running
 
 

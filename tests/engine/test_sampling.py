@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from engine.api import Sampling
 from engine.kernels.cpu import ops
 from engine.noise import gumbel, philox
-from engine.sampling import Draw, accept, draw, filter_row, signed64
+from engine.sampling import Draw, Filter, accept, draw, signed64
 
 ONES = 0xFFFFFFFF
 # Random123, kat_vectors, philox4x32 10 rounds: counter, key, result.
@@ -59,37 +60,97 @@ def test_greedy_breaks_ties_to_the_lowest_id_and_reports_margins() -> None:
     assert draw(logits, draws, True, ops.gumbel_argmax) == ([1, 2], [0.0, 1.5])
 
 
-def naive_kept(logits: list[float], temperature: float, top_k: int, top_p: float) -> set[int]:
-    """Plain Python: order by logit, keep top_k, renormalise, keep until top_p is reached."""
+def naive_kept(logits: list[float], sampling: Sampling) -> set[int]:
+    """Plain Python: order by logit, drop what min_p says, keep top_k, renormalise, keep until
+    top_p is reached."""
+    s = sampling
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if 0 < top_k < len(order):
-        order = order[:top_k]
-    weights = [math.exp((logits[i] - logits[order[0]]) / temperature) for i in order]
+    weight = {i: math.exp((logits[i] - logits[order[0]]) / s.temperature) for i in order}
+    order = [i for i in order if weight[i] >= s.min_p]
+    if 0 < s.top_k < len(order):
+        order = order[: s.top_k]
+    total = sum(weight[i] for i in order)
     kept, mass = set(), 0.0
-    for token, weight in zip(order, weights, strict=True):
+    for token in order:
         kept.add(token)
-        mass += weight / sum(weights)
-        if mass >= top_p:
+        mass += weight[token] / total
+        if mass >= s.top_p:
             break
     return kept
 
 
+FILTERS = [
+    Sampling(top_p=0.9),
+    Sampling(top_k=1),
+    Sampling(top_k=5),
+    Sampling(top_k=40, top_p=0.8),
+    Sampling(top_p=0.01),
+    Sampling(top_k=9999, top_p=0.999),
+    Sampling(min_p=0.2),
+    Sampling(min_p=1.0),
+    Sampling(min_p=0.02, top_k=30, top_p=0.7),
+]
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 0.9), (1, 1.0), (5, 1.0), (40, 0.8), (0, 0.01), (9999, 0.999)]
-)
-def test_filters_against_a_naive_reference(temperature: float, top_k: int, top_p: float) -> None:
-    generator = torch.Generator().manual_seed(top_k)
-    logits = 3 * torch.randn(2000, generator=generator)
-    out = filter_row(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
-    kept = set(out.isfinite().nonzero().flatten().tolist())
-    assert kept == naive_kept(logits.tolist(), temperature, top_k, top_p)
-    assert torch.equal(out[list(kept)], logits[list(kept)])
+@pytest.mark.parametrize("given", FILTERS)
+def test_filters_against_a_naive_reference(temperature: float, given: Sampling) -> None:
+    logits = 3 * torch.randn(2000, generator=torch.Generator().manual_seed(given.top_k))
+    sampling = replace(given, temperature=temperature)
+    row = Filter(logits, sampling)
+    kept = {i for i, value in enumerate(logits.tolist()) if row.keeps(value)}
+    assert kept == naive_kept(logits.tolist(), sampling)
+
+
+@pytest.mark.parametrize("given", FILTERS)
+def test_filtered_draws_are_the_argmax_over_what_is_kept(given: Sampling) -> None:
+    """By the definition, with the reference noise; a flat law, so that many first draws fail."""
+    logits = 0.7 * torch.randn(30, 300, generator=torch.Generator().manual_seed(3))
+    sampling = replace(given, temperature=1.2, seed=11)
+    expected = []
+    for index, row in enumerate(logits):
+        score = row.double() / 1.2 + gumbel(11, 0, index, 300).double()
+        kept = sorted(naive_kept(row.tolist(), sampling))
+        expected.append(kept[int(score[kept].argmax())])
+    unfiltered = draw(
+        logits,
+        [Draw(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), i) for i in range(30)],
+        False,
+        ops.gumbel_argmax,
+    )[0]
+    assert unfiltered != expected or sampling.top_p > 0.99
+    before = logits.clone()
+    draws = [Draw(sampling, index) for index in range(30)]
+    for kernel in (ops.gumbel_argmax, ops.gumbel_argmax_ref):
+        tokens, margins = draw(logits, draws, True, kernel)
+        assert tokens == expected
+    assert torch.equal(logits, before)
+    for row, margin in zip(logits, margins, strict=True):
+        kept = sorted(row[sorted(naive_kept(row.tolist(), sampling))].tolist(), reverse=True)
+        assert margin == pytest.approx(kept[0] - kept[1] if len(kept) > 1 else math.inf)
+
+
+def test_rows_behind_a_refused_draft_cost_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.zeros(4, 50)
+    logits[:, 7] = 20.0
+    sampling = Sampling(top_k=1)
+    made: list[int] = []
+    build = Filter.__init__
+
+    def counted(self: Filter, row: Tensor, s: Sampling) -> None:
+        made.append(1)
+        build(self, row, s)
+
+    monkeypatch.setattr(Filter, "__init__", counted)
+    given = [None, 7, 8, 7]  # the second draft token is wrong
+    draws = [Draw(sampling, index, token) for index, token in enumerate(given)]
+    assert draw(logits, draws, False, ops.gumbel_argmax)[0][:2] == [7, 7]
+    assert len(made) == 2
 
 
 def test_ties_with_the_last_one_kept_are_kept() -> None:
-    out = filter_row(torch.tensor([2.0, 1.0, 1.0, 0.0]), Sampling(top_k=2))
-    assert out.isfinite().tolist() == [True, True, True, False]
+    row = Filter(torch.tensor([2.0, 1.0, 1.0, 0.0]), Sampling(top_k=2))
+    assert [row.keeps(value) for value in (2.0, 1.0, 0.0)] == [True, True, False]
 
 
 def chi_square(counts: Tensor, law: Tensor) -> float:
@@ -99,25 +160,34 @@ def chi_square(counts: Tensor, law: Tensor) -> float:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=1.0), Sampling(temperature=0.6), Sampling(temperature=1.3, top_k=4)],
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.6),
+        Sampling(temperature=1.3, top_k=4),
+        Sampling(temperature=1.1, top_p=0.8, min_p=0.05),
+    ],
 )
 def test_draws_have_the_law_of_the_softmax(sampling: Sampling) -> None:
-    trials = 20_000
+    trials = 8_000
     logits = torch.tensor([0.1, 1.2, -0.7, 2.0, 0.0, 0.9, -1.5, 1.1])
-    filtered = filter_row(logits, sampling)
-    law = (filtered / sampling.temperature).softmax(0)
+    law = (logits.double() / sampling.temperature).softmax(0)
+    dropped = [i for i in range(8) if i not in naive_kept(logits.tolist(), sampling)]
+    law[dropped] = 0.0
+    law /= law.sum()
     draws = [Draw(sampling, index) for index in range(trials)]
-    rows = filtered.repeat(trials, 1)
-    settings = torch.full((trials,), sampling.temperature)
-    zeros, indices = torch.zeros(trials, dtype=torch.int64), torch.arange(trials)
-    tokens = ops.gumbel_argmax(rows, settings, zeros, zeros, indices)
-    counts = torch.bincount(tokens, minlength=8).double()
+    tokens = draw(logits.repeat(trials, 1), draws, False, ops.gumbel_argmax)[0]
+    counts = torch.bincount(torch.tensor(tokens), minlength=8).double()
     assert counts[law == 0].sum() == 0
     present = law > 0
     # 99.99 % quantile for 7 degrees of freedom.
-    assert chi_square(counts[present], law[present].double()) < 29.9
-    few = draw(logits.repeat(16, 1), draws[:16], False, ops.gumbel_argmax)[0]
-    assert few == tokens[:16].tolist()
+    assert chi_square(counts[present], law[present]) < 29.9
+
+
+def test_broken_logits_end_the_draw_all_the_same() -> None:
+    logits = torch.tensor([[math.nan, 1.0, 2.0], [1.0, math.inf, 0.0], [-math.inf] * 3])
+    sampling = Sampling(top_k=1, top_p=0.5, min_p=0.5)
+    tokens = draw(logits, [Draw(sampling, i) for i in range(3)], True, ops.gumbel_argmax)[0]
+    assert tokens[1] == 1 and all(0 <= token < 3 for token in tokens)
 
 
 def test_accept_stops_at_the_first_difference() -> None:

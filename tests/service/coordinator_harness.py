@@ -60,6 +60,8 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, script: Script = perfect, **drafter: Any) -> None:
         self.script, self.seed = script, 0
+        # How long a frame takes, per item that asks for tokens: a draft that works in steps.
+        self.ask_s = 0.0
         self.drafter = draft_pb2.DrafterInfo(
             **{"method": "toy", "max_draft_tokens": 7, "is_default": True, **drafter}
         )
@@ -73,6 +75,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         self.closes: list[Any] = []
         self.row_bytes: dict[tuple[int, int], int] = defaultdict(int)
         self.server: grpc.aio.Server | None = None
+        self.address = ""
 
     async def start(self, address: str) -> None:
         self.incarnation = new_incarnation()
@@ -83,8 +86,8 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         await self.server.start()
 
     async def stop(self) -> None:
-        assert self.server is not None
-        await self.server.stop(0)
+        if self.server is not None:
+            await self.server.stop(0)
 
     async def GetInfo(self, request: Any, context: Any) -> draft_pb2.DraftServiceGetInfoResponse:
         worker = common_pb2.WorkerInfo(protocol_major=1, incarnation=self.incarnation)
@@ -92,6 +95,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
 
     async def Link(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         async for frame in request_iterator:
+            await asyncio.sleep(self.ask_s * sum(item.advance.k > 0 for item in frame.items))
             replies = [reply for item in frame.items for reply in self._handle(item)]
             if replies:
                 yield draft_pb2.DraftServiceLinkResponse(
@@ -181,7 +185,7 @@ class World:
 
     async def wait_ready(self) -> None:
         fleet = self.host.fleet
-        for worker in (fleet.target, *fleet.drafts):
+        for worker in (*fleet.targets, *fleet.drafts):
             assert await worker.link.wait_ready(10)
 
     async def generate(self, **options: Any) -> Generation:
@@ -215,6 +219,8 @@ async def world(
         if draft is not None:
             await made.start_draft()
             settings.setdefault("draft", (made.draft_address,))
+        # Tests that name K mean it for every round.
+        settings.setdefault("adaptive_k", "num_speculative_tokens" not in settings)
         fields = {"drain_ms": 0, "reflection": False, "proposal_wait_min_ms": 500, **settings}
         chosen = CoordinatorSettings(address=f"unix:{name}/c", target=made.target_address, **fields)
         try:

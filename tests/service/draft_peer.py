@@ -27,6 +27,7 @@ LIMITS = Limits(
     max_sessions=8, rows_wait_ms=1000, rows_buffer_bytes=4096, lease_ms=10_000, max_lease_ms=60_000
 )
 TARGET = 77
+PAGES = 1000
 
 
 @dataclass
@@ -99,7 +100,7 @@ class ToyMethod(Method[ToyContext]):
         self.contexts.remove(context)
 
     def stats(self) -> PoolStats:
-        return PoolStats(free=10 - len(self.contexts), total=10, tables=len(self.contexts))
+        return PoolStats(PAGES - len(self.contexts), PAGES, tables=len(self.contexts))
 
 
 def session_key(session_id: int = 1, generation: int = 1, coordinator: int = 5) -> Any:
@@ -226,7 +227,7 @@ class Service:
     async def idle(self, timeout_s: float = 3) -> Self:
         """Waits until no session and no context is left."""
         async with asyncio.timeout(timeout_s):
-            while await self.load() != (0, 10):  # noqa: ASYNC110 - the state is in the service
+            while await self.load() != (0, PAGES):  # noqa: ASYNC110 - the state is in the service
                 await asyncio.sleep(0.02)
         return self
 

@@ -128,8 +128,9 @@ class Target:
 
 
 @asynccontextmanager
-async def target(engine: ToyEngine | None = None, **settings: Any) -> AsyncIterator[Target]:
-    """Starts a target on a fresh socket; `settings` are those of `TargetSettings`."""
+async def target(engine: Any = None, **settings: Any) -> AsyncIterator[Target]:
+    """Starts a target on a fresh socket; `settings` are those of `TargetSettings`. The engine is a
+    toy unless one is given."""
     engine = engine or ToyEngine()
     with tempfile.TemporaryDirectory() as folder:
         chosen = {"address": f"unix:{Path(folder) / 't.sock'}", "drain_ms": 0, **settings}
@@ -141,8 +142,13 @@ async def target(engine: ToyEngine | None = None, **settings: Any) -> AsyncItera
             ) as channel:
                 yield Target(app, engine, channel)
         finally:
-            engine.gate.set()
+            if isinstance(engine, ToyEngine):
+                engine.gate.set()
             await app.stop()
+            loop = app._loop_task
+            assert loop is not None
+            if not loop.cancelled():
+                loop.result()  # why the step loop ended by itself
 
 
 class FakeDraft(draft_pb2_grpc.DraftServiceServicer):

@@ -138,6 +138,10 @@ def _target(**fields: Any) -> target_pb2.TargetServiceGetInfoResponse:
         ({"target_vocab_size": 1001}, "1001", "1000"),
         ({"tokenizer_hash": "other"}, "other", "th"),
         ({"target_fingerprint": "other"}, "other", "fp"),
+        ({"mask_token_id": 1000}, "1000", "below 1000"),
+        ({"max_draft_tokens": 0}, "0", "1 or more"),
+        ({"block_size": 7, "slot_mode": draft_pb2.SLOT_MODE_FILL_IN}, "7", "6"),
+        ({"block_size": 6, "slot_mode": draft_pb2.SLOT_MODE_NEXT_TOKEN}, "7", "6"),
         (row_drafter(tap_ids=(1, 4)), "[1, 4]", "below 4"),
         (row_drafter(tap_ids=(3, 1)), "[3, 1]", "rising"),
         (row_drafter(dtype=common_pb2.D_TYPE_FLOAT32), "FLOAT32", "BFLOAT16"),
@@ -147,7 +151,7 @@ def _target(**fields: Any) -> target_pb2.TargetServiceGetInfoResponse:
     ],
 )
 def test_mismatches_name_both_values(fields: dict[str, Any], wanted: str, has: str) -> None:
-    drafter = draft_pb2.DrafterInfo(method="toy", max_draft_tokens=7, **fields)
+    drafter = draft_pb2.DrafterInfo(**{"method": "toy", "max_draft_tokens": 7, **fields})
     with pytest.raises(SpecwireError) as caught:
         check_drafter(_target(), drafter)
     assert caught.value.reason is Reason.MODEL_MISMATCH
@@ -168,6 +172,13 @@ def test_protocol_and_drive_are_checked() -> None:
     drive = target_pb2.TargetServiceGetInfoResponse.DRIVE_ENGINE
     with pytest.raises(SpecwireError, match="ENGINE"):
         check_target(_target(drive=drive))
+    for field in ("vocab_size", "max_length_tokens"):
+        target = _target()
+        setattr(target.model, field, 0)
+        with pytest.raises(SpecwireError, match="the target has 0; accepted: 1 or more"):
+            check_target(target)
+    with pytest.raises(SpecwireError, match="incarnation"):
+        check_worker("draft", common_pb2.WorkerInfo(protocol_major=1))
 
 
 def test_settings_are_frozen_and_refuse_what_is_unknown() -> None:
@@ -175,6 +186,11 @@ def test_settings_are_frozen_and_refuse_what_is_unknown() -> None:
         ["--address", "unix:/c", "--target", "unix:/t", "--draft", "unix:/a,unix:/b"]
     )
     assert settings.draft == ("unix:/a", "unix:/b")
+    assert settings.target == ("unix:/t",)
+    assert CoordinatorSettings.load(["--target", "a:1,b:2"]).target == ("a:1", "b:2")
+    with pytest.raises(SpecwireError) as caught:
+        CoordinatorSettings.load(["--target", ","])
+    assert caught.value.metadata["field"] == "target"
     with pytest.raises(SpecwireError) as caught:
         CoordinatorSettings.load(["--max-sessions", "0"])
     assert caught.value.reason is Reason.SETTINGS_INVALID

@@ -49,6 +49,7 @@ async def started(made: World, tokens: int = LONG, **options: Any) -> asyncio.Ta
 
 @pytest.mark.parametrize("rows", [False, True])
 async def test_a_draft_that_is_killed_and_restarted(rows: bool) -> None:
+    """WC-26: speculation is back soon after the draft is."""
     draft = ScriptedDraft(**(row_drafter() if rows else {}))
     async with world(draft, SLOW, num_speculative_tokens=2) as made:
         task = await started(made)
@@ -79,6 +80,8 @@ async def test_without_a_draft_the_session_is_plain() -> None:
 
 
 async def test_one_refusal_does_not_end_drafting() -> None:
+    """WC-12: one failed exchange does not disable drafting for the request."""
+
     def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
         if item.step_id == 2:
             return [refusal(item, "SESSION_UNKNOWN")]
@@ -111,6 +114,7 @@ async def test_a_draft_that_lost_tokens_is_told_again() -> None:
 
 
 async def test_a_silent_draft_trips_its_breaker_and_is_tried_again() -> None:
+    """WC-31: a draft that stops answering costs a bounded wait, and then none."""
     silent = {"on": True}
 
     def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
@@ -195,6 +199,7 @@ async def test_a_target_that_stays_away_ends_the_request_with_the_count() -> Non
 
 
 async def test_a_deadline_reaches_both_workers() -> None:
+    """WC-28: what is left of the deadline travels with each item."""
     draft = ScriptedDraft()
     async with world(draft, {"step_s": 0.03}) as made:
         with pytest.raises(SpecwireError) as caught:
@@ -207,6 +212,7 @@ async def test_a_deadline_reaches_both_workers() -> None:
 
 @pytest.mark.parametrize("method", ["plain", "toy"])
 async def test_a_client_that_leaves_frees_both_workers(method: str) -> None:
+    """WC-4: a client that is gone costs no worker anything within a second."""
     draft = ScriptedDraft()
     async with world(draft, SLOW) as made, public_stub(made) as stub:
         wanted = request()
@@ -231,6 +237,7 @@ async def test_four_clients_at_once_with_one_that_leaves() -> None:
 
 
 async def test_more_requests_than_allowed_are_refused_at_once() -> None:
+    """WC-27: admission is ours, and says how long to wait."""
     async with world(engine=SLOW, max_sessions=1) as made:
         task = await started(made, 100)
         async with asyncio.timeout(0.5):
@@ -240,3 +247,14 @@ async def test_more_requests_than_allowed_are_refused_at_once() -> None:
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.retry_after_ms > 0
         await task
+
+
+async def test_a_draft_with_a_shorter_limit_is_left_out_beyond_it() -> None:
+    """WC-25: drafting ends at the draft's own length, the text goes on."""
+    draft = ScriptedDraft(max_length_tokens=30)
+    async with world(draft, num_speculative_tokens=4) as made:
+        result = await made.generate(max_tokens=60)
+        assert list(result.token_ids) == continuation(PROMPT, 60)
+        assert result.acceptance.fallbacks["draft_length"] > 10
+        assert max(a.base_len + len(a.tokens) + a.k for a in draft.advances if a.k) <= 30
+        await made.until_idle()

@@ -167,8 +167,10 @@ class OneRoundLate:
 
 
 async def test_proposals_that_are_one_round_late_are_dropped() -> None:
+    """WC-10, WC-39: an answer is used only for the question that is open."""
     draft = ScriptedDraft(OneRoundLate())
-    async with world(draft, proposal_wait_min_ms=5, breaker_lates=1000) as made:
+    options = {"proposal_wait_min_ms": 5, "breaker_lates": 1000, "num_speculative_tokens": 3}
+    async with world(draft, **options) as made:
         result = await made.generate()
         assert list(result.token_ids) == WANTED
         assert result.acceptance.accepted_tokens == 0
@@ -177,7 +179,7 @@ async def test_proposals_that_are_one_round_late_are_dropped() -> None:
 
 
 async def test_rounds_without_tokens_keep_the_draft_current() -> None:
-    """K sequence 3, 0, 0, 3: each step's tokens reach the draft, and acceptance is whole after."""
+    """WC-14: K = 3, 0, 0, 3; each step's tokens reach the draft, acceptance is whole after."""
 
     def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
         if item.step_id % 4 in (1, 2):

@@ -21,7 +21,8 @@ from draft_svc.methods.base import (
     Request,
     RowBlock,
 )
-from draft_svc.methods.dflash import DFlashContext, DFlashMethod
+from draft_svc.methods.dflash import DFlashMethod
+from draft_svc.methods.dflash_context import DFlashContext
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.models.dflash import Block, DFlashOptions, LoadedDraft, load_dflash
@@ -154,6 +155,7 @@ async def test_proposals_from_a_real_target_match_a_direct_computation(
 
 
 def test_a_block_beyond_the_limit_is_not_proposed(loaded: LoadedDraft) -> None:
+    """DF-33, DF-39, DF-41: no slot past the draft's own positions, and the reason is named."""
     method = make_method(loaded, max_length=24)
     ids = list(range(17))
     context = advanced(method, ids, random_rows(16))
@@ -167,6 +169,7 @@ def test_a_block_beyond_the_limit_is_not_proposed(loaded: LoadedDraft) -> None:
 
 
 def test_short_pages_cost_proposals_only(method: DFlashMethod, loaded: LoadedDraft) -> None:
+    """WC-7: a session without pages proposes nothing, and goes on when there are some."""
     ids, rows = list(range(33)), random_rows(32)
     hoard = loaded.model.pool.allocate(63 * 16)
     context = advanced(method, ids, rows)
@@ -242,3 +245,16 @@ def test_the_handshake_says_what_the_checkpoint_says(method: DFlashMethod) -> No
     assert info.layer_attention == ("non-causal", "non-causal")
     assert (info.slot_mode, info.rope_style, info.rope_theta) == ("fill_in", "neox", 100000.0)
     assert info.attention is not None and info.attention.chosen
+
+
+def test_confidences_cost_time_and_may_be_left_out(loaded: LoadedDraft) -> None:
+    drafts = []
+    for wanted in (True, False):
+        method = DFlashMethod(
+            loaded, max_draft_tokens=7, max_length=None, tokenizer_hash="", confidences=wanted
+        )
+        context = advanced(method, list(range(9)), random_rows(8))
+        drafts += method.propose([Request(context, 5)])
+        method.close(context)
+    assert drafts[0].ids == drafts[1].ids
+    assert len(drafts[0].confidences) == 5 and drafts[1].confidences == ()

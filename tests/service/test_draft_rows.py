@@ -73,6 +73,7 @@ async def test_rows_of_another_step_do_not_count(service: Service) -> None:
 
 
 async def test_a_gap_is_refused_and_the_rows_may_be_sent_again(service: Service) -> None:
+    """DF-38: rows come with start and count, and what is missing is seen."""
     link, rows = await opened(service)
     await rows.push(KEY, 0, 0, [1, 2])
     ack = await rows.push(KEY, 0, 3, [4])
@@ -119,6 +120,7 @@ async def test_late_rows_repair_the_context(service: Service) -> None:
 
 
 async def test_rounds_without_a_proposal_keep_the_context_current(service: Service) -> None:
+    """WC-14: K = 3, 0, 0, 3; the rounds between leave no hole in the context."""
     link, rows = await opened(service)
     await rows.push(KEY, 0, 0, [1, 2, 3, 4])
     for step, k in enumerate([3, 0, 0, 3]):

@@ -58,7 +58,7 @@ async def test_tokenizer() -> None:
 
 async def test_what_is_ready_is_one_step() -> None:
     """Verify steps of all sessions and one prompt chunk go together: nobody stalls."""
-    long = [i % 900 for i in range(200)]
+    long, other = [[(i + shift) % 900 for i in range(200)] for shift in (0, 1)]
     async with target(prefill_chunk_tokens=32) as service:
         peer, engine = service.peer(), service.engine
         await peer.send(*(open_target(PROMPT, at=key(i)) for i in (1, 2, 3)))
@@ -69,7 +69,7 @@ async def test_what_is_ready_is_one_step() -> None:
         engine.gate.clear()
         await peer.send(open_target(long, at=key(4)))
         await asyncio.to_thread(engine.entered.wait, 5)
-        await peer.send(open_target(long, at=key(5)))
+        await peer.send(open_target(other, at=key(5)))
         await peer.send(*(verify(1, 4, TEXT[1:3], at=key(i)) for i in (1, 2, 3)))
         await peer.heartbeat()
         engine.gate.set()
@@ -79,8 +79,8 @@ async def test_what_is_ready_is_one_step() -> None:
         assert sorted(len(ids) for _, ids, _ in second) == [3, 3, 3, 32]
         # The two prompts share the budget, chunk by chunk.
         assert [items[0][0] for items in engine.log[2:6]] == [0, 64, 32, 96]
-        for verdict in verdicts[3:]:
-            assert list(verdict.tokens) == continuation(long, 1)
+        for verdict, prompt in zip(verdicts[3:], (long, other), strict=True):
+            assert list(verdict.tokens) == continuation(prompt, 1)
 
 
 async def test_chunks_lie_on_the_engines_grid() -> None:

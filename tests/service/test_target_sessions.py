@@ -116,18 +116,20 @@ async def test_no_lease_ends_in_the_middle_of_a_step() -> None:
 
 
 async def test_admission_queue() -> None:
-    """Pages for prompt and limit are reserved; who does not fit waits in order, or is refused."""
-    async with target(ToyEngine(pages=4), max_waiting=2) as service:
+    """Pages for the prompt must be free; who does not fit waits in order, or is refused."""
+    prompts = [[i, *range(40)] for i in range(6)]
+    async with target(ToyEngine(pages=4), max_waiting=2, preempt_idle_ms=60_000) as service:
         peer = service.peer()
         await peer.send(open_target(PROMPT, max_new=200, at=key(1)))
         never = await peer.refused()
         assert never.error.reason == "KV_PAGES_EXHAUSTED" and never.error.retry_after_ms == 0
-        await peer.send(open_target(PROMPT, max_new=60, at=key(2)))
+        assert (never.error.metadata["needed"], never.error.metadata["total"]) == ("13", "4")
+        await peer.send(open_target(prompts[2], max_new=20, at=key(2)))
         await peer.verdict()
-        await peer.send(*(open_target(PROMPT, max_new=60, at=key(i)) for i in (3, 4)))
+        await peer.send(*(open_target(prompts[i], max_new=20, at=key(i)) for i in (3, 4)))
         await peer.heartbeat()
-        assert peer.load.waiting == 2 and peer.load.pages_free == 0
-        await peer.send(open_target(PROMPT, max_new=60, at=key(5)))
+        assert (peer.load.waiting, peer.load.pages_free, peer.load.preempted) == (2, 1, 0)
+        await peer.send(open_target(prompts[5], max_new=20, at=key(5)))
         assert (await peer.refused()).error.reason == "QUEUE_FULL"
         await peer.send(close(key(3)))  # leaves the queue
         await peer.reply()
@@ -140,23 +142,24 @@ async def test_admission_queue() -> None:
 
 
 async def test_deadlines() -> None:
-    async with target(ToyEngine(pages=4)) as service:
+    prompt = list(range(60))
+    async with target(ToyEngine(pages=4), preempt_idle_ms=60_000) as service:
         peer = service.peer()
-        await peer.send(open_target(PROMPT, max_new=60))
+        await peer.send(open_target(prompt, max_new=4))
         await peer.verdict()
-        await peer.send(open_target(PROMPT, max_new=60, at=key(2), deadline_ms=60))
+        await peer.send(open_target([9, *prompt], max_new=2, at=key(2), deadline_ms=60))
         waited = await peer.refused()
         assert waited.key.session_id == 2 and waited.error.reason == "DEADLINE"
         service.engine.gate.clear()
-        await peer.send(verify(1, 4), verify(2, 5, deadline_ms=30))
+        await peer.send(verify(1, 61), verify(2, 62, deadline_ms=30))
         await peer.heartbeat()
         await asyncio.sleep(0.1)
         service.engine.gate.set()
         assert (await peer.verdict()).step_id == 1
         refused = await peer.refused()
-        assert (refused.step_id, refused.error.reason, refused.have_len) == (2, "DEADLINE", 5)
-        await peer.send(verify(3, 5))
-        assert (await peer.verdict()).new_len == 6
+        assert (refused.step_id, refused.error.reason, refused.have_len) == (2, "DEADLINE", 62)
+        await peer.send(verify(3, 62))
+        assert (await peer.verdict()).new_len == 63
 
 
 BAD = [

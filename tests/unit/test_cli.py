@@ -8,15 +8,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordinator import local, runtime_file
+from coordinator import local, runtime_file, talk
 from coordinator.cli import main
 from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
 from coordinator.talk import shower
-from specwire.client import Delta
+from specwire.client import Acceptance, Client, Delta, Finished, FinishReason, Sampling, Usage
 from specwire.errors import SpecwireError
+from specwire.generation import collect
+from specwire.request import build_request
+from specwire.v1 import common_pb2, generate_pb2
 
 COMMANDS = ("up", "generate", "chat", "bench", "info")
 
@@ -80,6 +84,11 @@ def test_a_bad_address_is_one_error_line(
         (["bench", "--prompts", "none.jsonl"], "--prompts"),
         (["bench", "--prompts", "none.jsonl", "--modes", "a@b"], "--modes"),
         (["generate"], "PROMPT"),
+        (["generate", "a", "--logprobs", "2"], "--json"),
+        (["generate", "a", "--prompt-logprobs", "0"], "--json"),
+        (["generate", "a", "--logit-bias", "4"], "--logit-bias"),
+        (["generate", "a", "--logit-bias", "x=1"], "--logit-bias"),
+        (["generate", "a", "-n", "0"], "-n"),
         (["fly"], "fly"),
     ],
 )
@@ -91,6 +100,69 @@ def test_a_wrong_call_exits_with_2(
 ) -> None:
     assert call(monkeypatch, *arguments) == 2
     assert text.lower() in capsys.readouterr().err.lower()
+
+
+class _Sent(Exception):
+    """Stands for the request: the tests below look at what would be sent."""
+
+
+def _sent(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> generate_pb2.GenerateRequest:
+    class Recorder(Client):
+        def generate(self, **options: Any) -> Any:
+            raise _Sent(build_request(options))  # type: ignore[arg-type]
+
+        stream = generate
+
+    monkeypatch.setattr(talk, "Client", Recorder)
+    monkeypatch.setattr(sys, "argv", ["specwire", *arguments, "--address", "unix:/none"])
+    with pytest.raises(_Sent) as caught:
+        main()
+    request: generate_pb2.GenerateRequest = caught.value.args[0]
+    return request
+
+
+def test_every_flag_of_generate_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (
+        "--json -n 2 --top-k 5 --min-p 0.25 --repetition-penalty 1.5 --presence-penalty -0.5 "
+        "--frequency-penalty 0.5 --logit-bias 4=-2.5 --logit-bias 5=1 --bad-word x --bad-word y "
+        "--min-tokens 3 --stop-token-id 7 --include-stop --ignore-eos --logprobs 2 "
+        "--prompt-logprobs 0 --priority -4"
+    )
+    request = _sent(monkeypatch, "generate", "text", *flags.split())
+    s = request.sampling
+    assert (s.top_k, s.min_p, s.repetition_penalty) == (5, 0.25, 1.5)
+    assert (s.presence_penalty, s.frequency_penalty, s.min_tokens) == (-0.5, 0.5, 3)
+    assert dict(s.logit_bias) == {4: -2.5, 5: 1.0} and list(request.bad_words) == ["x", "y"]
+    assert (request.n, request.logprobs, request.prompt_logprobs) == (2, 2, 0)
+    assert list(request.stop_token_ids) == [7] and request.priority == -4
+    assert request.include_stop and request.ignore_eos and request.HasField("prompt_logprobs")
+    bare = _sent(monkeypatch, "generate", "text")
+    assert bare.sampling == common_pb2.Sampling() and not bare.HasField("n")
+
+
+def test_chat_takes_the_options_of_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "info", lambda self: None)
+    monkeypatch.setattr("builtins.input", lambda *_: "hello")
+    flags = "--top-k 5 --min-p 0.25 --repetition-penalty 1.5 --presence-penalty 0.5 --stop x"
+    request = _sent(monkeypatch, "chat", *flags.split())
+    s = request.sampling
+    assert (s.top_k, s.min_p, s.repetition_penalty, s.presence_penalty) == (5, 0.25, 1.5, 0.5)
+    assert list(request.stop) == ["x"] and request.chat.messages[0].content == "hello"
+
+
+def test_several_answers_are_printed_one_after_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sampling = Sampling(0.7, 0, 1.0, 3, 0)
+    ends = [
+        Finished(FinishReason.LENGTH, "", None, Usage(1, 2), Acceptance(), sampling, "", "", choice)
+        for choice in (1, 0)
+    ]
+    texts = [Delta("one", (1,), 0, 0, (), choice=1), Delta("zero", (2,), 0, 0, ())]
+    talk.print_choices(collect([*texts, *ends]))
+    captured = capsys.readouterr()
+    assert captured.out == "--- 0\nzero\n--- 1\none\n"
+    assert captured.err.count("2 tokens") == 2
 
 
 def test_the_command_line_imports_no_torch() -> None:

@@ -6,11 +6,12 @@ import pytest
 
 from draft_svc.settings import DraftSettings
 from specwire.errors import Reason, SpecwireError
+from target_svc.settings import TargetSettings
 
 
 def test_defaults_host_every_method_and_the_last_is_the_default() -> None:
     settings = DraftSettings.load([])
-    assert settings.methods == ("ngram", "dflash") and settings.chosen_default == "dflash"
+    assert settings.methods == ("ngram", "hybrid", "dflash") and settings.chosen_default == "dflash"
     assert settings.limits().rows_buffer_bytes == 64 * 1024 * 1024
 
 
@@ -36,3 +37,11 @@ def test_what_does_not_fit_is_refused(flags: list[str], named: str) -> None:
         DraftSettings.load(flags)
     assert caught.value.reason is Reason.SETTINGS_INVALID
     assert named in caught.value.message
+
+
+def test_engine_options_are_those_of_the_target_and_the_drafts_own() -> None:
+    flags = ["--dtype", "float32", "--threads", "3", "--page-tokens", "8", "--device", "cpu"]
+    config = DraftSettings.load(flags).engine_config("model")
+    assert (config.model, config.dtype, config.threads) == ("model", "float32", 3)
+    assert (config.page_tokens, config.device, config.kv_memory_mb) == (8, "cpu", 128)
+    assert TargetSettings.load(flags).engine_config("other").kv_memory_mb == 1024

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_svc.methods.base import REASON_NO_MATCH, Request
-from draft_svc.methods.ngram import NgramIndex, NgramMethod
+from draft_svc.methods.base import REASON_CAPACITY, REASON_NO_MATCH, Request
+from draft_svc.methods.ngram import MATCH_LIMIT, NgramIndex, NgramMethod
 from engine.api import Sampling
 
 
@@ -33,7 +33,7 @@ small_text = st.lists(st.integers(0, 3), max_size=40)
 @settings(max_examples=200, deadline=None)
 def test_lookup_equals_a_naive_search(ids: list[int], k: int, min_n: int, extra: int) -> None:
     index = NgramIndex(min_n, min_n + extra, ids)
-    assert index.lookup(k) == naive_lookup(ids, k, min_n, min_n + extra)
+    assert index.lookup(k)[1] == naive_lookup(ids, k, min_n, min_n + extra)
 
 
 @given(moves=st.lists(st.tuples(st.integers(0, 12), small_text), max_size=12))
@@ -46,7 +46,8 @@ def test_truncation_leaves_what_a_fresh_index_has(moves: list[tuple[int, list[in
         index.extend(tokens)
         ids = ids[:keep] + tokens
         assert index.ids == ids
-        assert index.lookup(5) == NgramIndex(1, 3, ids).lookup(5) == naive_lookup(ids, 5, 1, 3)
+        assert index.lookup(5) == NgramIndex(1, 3, ids).lookup(5)
+        assert index.lookup(5)[1] == naive_lookup(ids, 5, 1, 3)
     index.truncate(0)
     assert index._ends == {} and index._replaced == []
 
@@ -54,12 +55,12 @@ def test_truncation_leaves_what_a_fresh_index_has(moves: list[tuple[int, list[in
 def test_the_longest_and_then_the_latest_match_wins() -> None:
     # [8, 9] was followed by 1 and later by 2; [7, 8, 9] only by 1.
     ids = [7, 8, 9, 1, 5, 8, 9, 2, 6, 7, 8, 9]
-    assert NgramIndex(2, 3, ids).lookup(2) == (1, 5)
-    assert NgramIndex(2, 2, ids).lookup(2) == (2, 6)
+    assert NgramIndex(2, 3, ids).lookup(2)[1] == (1, 5)
+    assert NgramIndex(2, 2, ids).lookup(2)[1] == (2, 6)
 
 
 def test_a_repeating_text_is_continued_beyond_its_end() -> None:
-    assert NgramIndex(1, 4, [5, 1, 2, 1, 2]).lookup(5) == (1, 2, 1, 2, 1)
+    assert NgramIndex(1, 4, [5, 1, 2, 1, 2]).lookup(5)[1] == (1, 2, 1, 2, 1)
 
 
 def test_no_match_says_so() -> None:
@@ -87,3 +88,33 @@ def test_update_forgets_what_is_beyond_keep(keep: int) -> None:
     context = method.open([1, 2, 1, 2, 3], Sampling())
     method.update(context, keep, [1, 2], ())
     assert context.ids == [*[1, 2, 1, 2, 3][:keep], 1, 2]
+
+
+@given(ids=small_text, min_n=st.integers(1, 3))
+def test_the_match_length_is_how_far_both_ends_agree(ids: list[int], min_n: int) -> None:
+    index = NgramIndex(min_n, min_n + 1, ids)
+    length, found = index.lookup(1)
+    assert bool(length) == bool(found)
+    if length:
+        assert min_n <= length <= MATCH_LIMIT
+        ends = [e for e in range(length, len(ids)) if ids[e - length : e] == ids[-length:]]
+        # One of the earlier occurrences goes back exactly that far, and `found` follows it.
+        assert any(
+            found[0] == ids[end]
+            and (length in (end, MATCH_LIMIT) or ids[end - length - 1] != ids[-length - 1])
+            for end in ends
+        )
+
+
+def test_what_is_beyond_the_limit_is_counted_and_not_kept() -> None:
+    """DF-41: no proposal past the drafter's own length, and memory is bounded."""
+    method = NgramMethod(min_n=1, max_n=2, max_draft_tokens=3, max_length=8)
+    context = method.open([1, 2, 3] * 4, Sampling())
+    assert len(context.ids) == 8 and context.length == 12
+    assert method.propose([Request(context, 3)])[0].reason == REASON_CAPACITY
+    method.update(context, 10, [1, 2], ())
+    assert context.length == 12 and len(context.ids) == 8
+    method.update(context, 6, [1], ())
+    assert context.length == 7 and context.ids == [1, 2, 3, 1, 2, 3, 1]
+    assert method.propose([Request(context, 3)])[0].ids == (2, 3, 1)
+    assert method.info.max_length_tokens == 8

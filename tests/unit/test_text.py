@@ -176,3 +176,17 @@ def test_templates_that_refuse_are_typed_errors(template: str) -> None:
         _byte_level(template).render_chat([{"role": "user", "content": "secret"}])
     assert caught.value.metadata["field"].startswith("chat")
     assert "secret" not in caught.value.message
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([65, 66, 195, 169, 240, 159, 153, 130, 255]), max_size=8),
+        max_size=8,
+    )
+)
+def test_blocks_at_once_and_token_by_token_give_the_same_text(blocks: list[list[int]]) -> None:
+    """WC-34: every block's text is what its tokens give one by one, cut characters included."""
+    whole, single = Detokenizer(BYTES), Detokenizer(BYTES)
+    for block in blocks:
+        assert whole.extend(block) == "".join(map(single.push, block))
+    assert whole.flush() == single.flush()

@@ -232,7 +232,7 @@ class GenerationServiceGetInfoRequest(_message.Message):
 class GenerationServiceGetInfoResponse(_message.Message):
     __slots__ = ("version", "protocol_major", "protocol_minor", "model", "workers", "methods", "default_method", "default_exactness", "contract_levels", "default_num_speculative_tokens")
     class Worker(_message.Message):
-        __slots__ = ("role", "address", "state", "reason", "attention", "methods", "device")
+        __slots__ = ("role", "address", "state", "reason", "attention", "methods", "device", "sessions", "waiting", "pages_free", "pages_total")
         ROLE_FIELD_NUMBER: _ClassVar[int]
         ADDRESS_FIELD_NUMBER: _ClassVar[int]
         STATE_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,10 @@ class GenerationServiceGetInfoResponse(_message.Message):
         ATTENTION_FIELD_NUMBER: _ClassVar[int]
         METHODS_FIELD_NUMBER: _ClassVar[int]
         DEVICE_FIELD_NUMBER: _ClassVar[int]
+        SESSIONS_FIELD_NUMBER: _ClassVar[int]
+        WAITING_FIELD_NUMBER: _ClassVar[int]
+        PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+        PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
         role: str
         address: str
         state: str
@@ -247,7 +251,11 @@ class GenerationServiceGetInfoResponse(_message.Message):
         attention: _common_pb2.AttentionReport
         methods: _containers.RepeatedScalarFieldContainer[str]
         device: str
-        def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ...) -> None: ...
+        sessions: int
+        waiting: int
+        pages_free: int
+        pages_total: int
+        def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]

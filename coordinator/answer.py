@@ -1,0 +1,105 @@
+"""One choice's answer: from verdicts to deltas and the final message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coordinator.text import TextModel, TextStream
+from specwire.v1 import common_pb2, generate_pb2, target_pb2
+
+_STOPPED = common_pb2.FINISH_REASON_STOP_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSpec:
+    """What of a checked request shapes its answer, or is only said again at its end."""
+
+    sampling: common_pb2.Sampling
+    max_tokens: int
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    bad_words: tuple[str, ...] = ()
+    exactness: common_pb2.Exactness = common_pb2.EXACTNESS_UNSPECIFIED
+    margins: bool = False
+    return_ids: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    request_id: str = ""
+
+
+class Answer:
+    def __init__(self, spec: AnswerSpec, model: TextModel) -> None:
+        self._spec, self._model = spec, model
+        self._text = TextStream(
+            model, spec.stops, min_tokens=spec.sampling.min_tokens, include_stop=spec.include_stop
+        )
+        self._cached_tokens = 0
+        self._prompt_logprobs: list[common_pb2.TokenLogprobs] = []
+        # Tokens that belong to the answer, and the stop string that ended it.
+        self.tokens, self.stop = 0, ""
+
+    def add(self, verdict: target_pb2.Verdict, done: bool) -> generate_pb2.Delta:
+        """The delta of one verdict. Behind a stop string nothing of it belongs to the answer."""
+        if verdict.step_id == 0 and not self.tokens:
+            self._cached_tokens = verdict.cached_tokens
+            self._prompt_logprobs = self._spelled(verdict.prompt_logprobs)
+        stopped = verdict.finish == _STOPPED and not self._spec.include_stop
+        piece = self._text.push(
+            verdict.tokens, verdict.accepted, last=done, silent=int(stopped and done)
+        )
+        self.tokens += piece.tokens
+        self.stop = piece.stop
+        return generate_pb2.Delta(
+            text=piece.text,
+            token_ids=verdict.tokens[: piece.tokens] if self._spec.return_ids else (),
+            accepted_count=min(verdict.accepted, piece.tokens),
+            margins=verdict.margins[: piece.tokens],
+            accepted_chars=piece.accepted_chars,
+            logprobs=self._spelled(verdict.logprobs[: piece.tokens]),
+        )
+
+    def _spelled(
+        self, scored: Iterable[common_pb2.TokenLogprobs]
+    ) -> list[common_pb2.TokenLogprobs]:
+        """With the text of each token."""
+        made = list(scored)
+        for token in made:
+            token.text = self._model.token_text(token.token_id)
+            for other in token.top:
+                other.text = self._model.token_text(other.token_id)
+        return made
+
+    def finished(
+        self,
+        verdict: target_pb2.Verdict,
+        prompt_tokens: int,
+        acceptance: generate_pb2.AcceptanceRecord,
+    ) -> generate_pb2.Finished:
+        """The final message after the last verdict; it repeats all that was applied."""
+        spec = self._spec
+        reason = common_pb2.FINISH_REASON_STOP_STRING if self.stop else verdict.finish
+        return generate_pb2.Finished(
+            reason=reason,
+            stop_string=self.stop,
+            stop_token_id=verdict.tokens[-1] if reason == _STOPPED else None,
+            usage=generate_pb2.Usage(
+                prompt_tokens=prompt_tokens,
+                completion_tokens=self.tokens,
+                cached_prompt_tokens=self._cached_tokens,
+            ),
+            acceptance=acceptance,
+            sampling=spec.sampling,
+            request_id=spec.request_id,
+            exactness=spec.exactness,
+            max_tokens=spec.max_tokens,
+            stop=spec.stops,
+            stop_token_ids=spec.stop_token_ids,
+            ignore_eos=spec.ignore_eos,
+            bad_words=spec.bad_words,
+            priority=spec.priority,
+            prompt_logprobs=self._prompt_logprobs,
+        )

@@ -1,0 +1,60 @@
+"""The replies of one worker that wait for one session."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+from specwire.errors import SpecwireError
+
+# Replies a session may leave unread; a worker that sends more is not answering it.
+_MAILBOX_LIMIT = 1024
+
+
+class Mailbox:
+    """Replies of one worker to one generation of one session, with their arrival in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, Any]] = deque(maxlen=_MAILBOX_LIMIT)
+        self._error: SpecwireError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, message: Any) -> None:
+        self._queue.append((time.perf_counter_ns(), message))
+        self._wake()
+
+    def fail(self, error: SpecwireError) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def take(self) -> tuple[int, Any] | None:
+        """The next reply if there is one, without waiting."""
+        return self._queue.popleft() if self._queue else None
+
+    async def get(self, until: float | None) -> tuple[int, Any] | None:
+        """The next reply; None at the loop time `until`. Raises what the link failed with."""
+        loop = asyncio.get_running_loop()
+        while not self._queue:
+            if self._error is not None:
+                raise self._error
+            if until is not None and loop.time() >= until:
+                return None
+            self._waiter = loop.create_future()
+            timer = None if until is None else loop.call_at(until, self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        return self._queue.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

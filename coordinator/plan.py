@@ -1,0 +1,83 @@
+"""How many draft tokens one session's rounds ask for, and how far the target runs ahead without."""
+
+from __future__ import annotations
+
+from coordinator.attachment import Attachment
+from coordinator.policy import KPolicy
+from coordinator.record import Record
+from coordinator.settings import CoordinatorSettings
+
+# Plain steps at a time while a drafter is expected back, so that it is noticed.
+_SHORT_RUN = 8
+
+
+class Plan:
+    """`k` is the number of tokens a round; the most, if `adaptive`."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        settings: CoordinatorSettings,
+        record: Record,
+        k: int,
+        adaptive: bool,
+    ) -> None:
+        self._at, self._settings, self._record = attachment, settings, record
+        self._k, self._adaptive = k, adaptive
+        self._policy: KPolicy | None = None
+        # Why this round is plain though the drafter is attached, and for how many more steps.
+        self._why_plain, self._plain_steps = "", 0
+
+    def tokens(self, step: int, length: int, most: int) -> int:
+        """Draft tokens for the step after `step`, at most `most`; counts why there are none."""
+        self._why_plain, self._plain_steps = "", 0
+        choice = self._at.choice
+        if choice is None or not self._at.attached:
+            return 0
+        limit = min(most, self._k, choice.drafter.max_draft_tokens)
+        if limit <= 0:
+            return 0
+        longest = choice.drafter.max_length_tokens
+        if longest and length + limit > longest:
+            return self._plain("draft_length", self._settings.free_run)
+        if choice.worker.breaker.open:
+            return self._plain("breaker_open", _SHORT_RUN)
+        if self._adaptive:
+            policy = self._policy_of()
+            limit = policy.choose(step, limit, self._at.target.busy, length)
+            if not limit:
+                pause = policy.plain_steps(step)
+                return self._plain("does_not_pay" if pause else "plain_measured", pause)
+        return limit if choice.worker.breaker.allows() else self._plain("breaker_open", _SHORT_RUN)
+
+    def _policy_of(self) -> KPolicy:
+        """The session's policy, with the tables of the workers that it is at now."""
+        assert self._at.choice is not None
+        worker, method = self._at.choice.worker, self._at.choice.drafter.method
+        shared = (self._at.target.costs, worker.costs[method], worker.past[method])
+        if self._policy is None:
+            self._policy = KPolicy(*shared, self._settings.num_speculative_tokens)
+        self._policy.use(*shared)
+        return self._policy
+
+    def _plain(self, why: str, steps: int) -> int:
+        self._why_plain, self._plain_steps = why, steps
+        self._record.fell_back(why)
+        return 0
+
+    def free_run(self) -> int:
+        """Steps that the target may run ahead after the next one."""
+        window = self._settings.free_run
+        if self._at.attached:
+            return min(window, self._plain_steps)
+        return window if self._at.given_up else min(window, _SHORT_RUN)
+
+    def ran_ahead(self) -> None:
+        """One of the steps that `free_run` allowed has come."""
+        if self._why_plain:
+            self._record.fell_back(self._why_plain)
+
+    def note(self, asked: int, accepted: int, *, proposed: bool) -> None:
+        """How a round with draft tokens went."""
+        if self._policy is not None:
+            self._policy.note(asked, accepted, proposed=proposed)

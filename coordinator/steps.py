@@ -1,0 +1,112 @@
+"""The target's half of one session's rounds: sending steps, and what fits as an answer to them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from coordinator.mailbox import Mailbox
+from coordinator.record import Record, remaining_ms, worked_ns
+from coordinator.workers import TargetWorker
+from specwire.errors import Reason, SpecwireError
+from specwire.v1 import common_pb2, target_pb2
+
+
+class Steps:
+    """Steps of one session, generation after generation, at whichever target it is."""
+
+    def __init__(self, deadline: float | None, record: Record) -> None:
+        self._deadline, self._record = deadline, record
+        self._mail = Mailbox()
+        self._target: TargetWorker | None = None
+        self._key = common_pb2.SessionKey()
+        # The step awaited, and verdicts that still come unasked after it.
+        self.step, self.unasked = 0, 0
+        # Draft tokens sent with the awaited step, and when it was asked; 0: unasked.
+        self._sent, self._sent_ns = 0, 0
+        # When the latest verdict arrived.
+        self._verdict_ns = 0
+
+    def open(
+        self, target: TargetWorker, request: target_pb2.OpenTarget, key: common_pb2.SessionKey
+    ) -> None:
+        """Step 0 of a generation."""
+        self._target, self._key = target, key
+        self._mail = target.link.open_mailbox(key)
+        self.step, self.unasked, self._sent = 0, request.free_run, 0
+        self._send(target_pb2.TargetItem(open=request))
+
+    def verify(self, base_len: int, draft: list[int], free_run: int) -> None:
+        """The next step, with draft tokens, or after which the target may run ahead."""
+        self.step, self.unasked, self._sent = self.step + 1, free_run, len(draft)
+        # Filled in place: four times as fast as building two messages with keywords.
+        item = target_pb2.TargetItem()
+        verify = item.verify
+        verify.key.CopyFrom(self._key)
+        verify.step_id, verify.base_len = self.step, base_len
+        verify.draft_ids.extend(draft)
+        verify.free_run = free_run
+        verify.deadline_ms = remaining_ms(self._deadline)
+        self._send(item)
+
+    def follow(self) -> None:
+        """The next verdict of a free run comes by itself."""
+        self.unasked -= 1
+        self.step += 1
+        self._sent, self._sent_ns = 0, 0
+
+    def close(self) -> None:
+        """Tells the target that this generation is over. Safe to repeat."""
+        if self._target is not None:
+            self._target.link.close_mailbox(self._key)
+            close = target_pb2.CloseSession(key=self._key)
+            self._target.link.send(target_pb2.TargetItem(close=close))
+
+    def _send(self, item: target_pb2.TargetItem) -> None:
+        # A link that is down has failed the mailbox, or does so for a new one here.
+        assert self._target is not None
+        if not self._target.link.send(item):
+            down = SpecwireError(Reason.ENGINE_DOWN, "the link to the target is down")
+            self._mail.fail(down)
+        self._sent_ns = time.perf_counter_ns()
+
+    async def reply(self) -> tuple[int, Any]:
+        """The next message of the target with its arrival. Raises what the link failed with, and
+        DEADLINE."""
+        got = await self._mail.get(self._deadline)
+        if got is None:
+            raise SpecwireError(Reason.DEADLINE, "the deadline has passed")
+        return got
+
+    def dropped(self) -> None:
+        """A message that answers no open question."""
+        if self._target is not None:
+            self._target.link.dropped["step"] += 1
+
+    def fits(self, verdict: target_pb2.Verdict, base_len: int) -> bool:
+        """Whether a verdict answers the awaited step, with lengths that can be."""
+        return (
+            verdict.step_id == self.step
+            and verdict.base_len == base_len
+            and verdict.new_len == base_len + len(verdict.tokens)
+            and verdict.accepted <= min(self._sent, len(verdict.tokens))
+        )
+
+    def account(self, verdict: target_pb2.Verdict, arrived_ns: int, drafting_ns: int) -> None:
+        """Where the time since the previous verdict went, `drafting_ns` of it waiting for the
+        draft; free runs overlap with the rest."""
+        record, worked = self._record, worked_ns(verdict.timings)
+        if verdict.step_id == 0:
+            record.spent("prefill", worked)
+            record.spent("link", arrived_ns - self._sent_ns - worked)
+            record.first_ns = record.first_ns or arrived_ns
+        else:
+            assert self._target is not None
+            record.step(self._sent, verdict.accepted)
+            record.spent("verify", worked)
+            took_ns = arrived_ns - (self._sent_ns or self._verdict_ns)
+            self._target.note_round(self._sent, verdict.base_len, took_ns / 1e9)
+            if self._sent_ns:
+                record.spent("link", arrived_ns - self._sent_ns - worked)
+                record.spent("coordinator", self._sent_ns - self._verdict_ns - drafting_ns)
+        self._verdict_ns = arrived_ns

@@ -1,0 +1,76 @@
+"""From the logits of a step to the tokens of its items: options, draw, match, log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine import penalties
+from engine.api import Item, TokenLogprobs
+from engine.logprobs import score
+from engine.sampling import Draw, GumbelArgmax, accept, draw
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Of one item: the accepted draft tokens and one of the target's own, and how many were
+    accepted. Nothing for an item that draws nothing.
+    """
+
+    tokens: tuple[int, ...] = ()
+    accepted: int = 0
+    margins: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def drafts_of(item: Item) -> Sequence[int]:
+    return item.ids[len(item.ids) - item.draws + 1 :] if item.draws else ()
+
+
+def choose(logits: Tensor, items: Sequence[Item], gumbel_argmax: GumbelArgmax) -> list[Chosen]:
+    """What each item gets from logits fp32 [sum of draws, vocab], rows in the order of the items.
+    The logits are changed in place where options ask for it.
+    """
+    draws: list[Draw] = []
+    raw: list[Tensor] = []
+    for item in items:
+        rows = logits[len(draws) : len(draws) + item.draws]
+        draws += _draws(item)
+        # What the log probabilities are of, kept where the options change it.
+        output = len(item.context) - item.prompt_len
+        changed = item.draws > 0 and penalties.changes_logits(item.sampling, output)
+        raw.append(rows.clone() if changed and item.logprobs is not None else rows)
+        if changed:
+            penalties.apply(rows, item.sampling, item.context, item.prompt_len, drafts_of(item))
+    margins = any(item.margins for item in items)
+    tokens, gaps = draw(logits, draws, margins, gumbel_argmax)
+    chosen, at = [], 0
+    for item, rows in zip(items, raw, strict=True):
+        end = at + item.draws
+        chosen.append(_chosen(item, tokens[at:end], gaps[at:end], rows))
+        at = end
+    return chosen
+
+
+def _draws(item: Item) -> list[Draw]:
+    if not item.draws:
+        return []
+    # The row at position p draws the token at p + 1.
+    first = item.start + len(item.ids) - item.draws + 1
+    given = [None, *drafts_of(item)]
+    return [Draw(item.sampling, first + i, token) for i, token in enumerate(given)]
+
+
+def _chosen(item: Item, drawn: list[int], gaps: list[float], raw: Tensor) -> Chosen:
+    if not item.draws:
+        return Chosen()
+    accepted = accept(drafts_of(item), drawn)
+    tokens = tuple(drawn[: accepted + 1])
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if item.logprobs is not None:
+        top = item.logprobs
+        logprobs = tuple(score(raw[i], token, top) for i, token in enumerate(tokens))
+    margins = tuple(gaps[: accepted + 1]) if item.margins else ()
+    return Chosen(tokens, accepted, margins, logprobs)

@@ -1,0 +1,182 @@
+"""What the SDK sends: the arguments of a generation, and their wire form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from specwire.errors import SpecwireError
+from specwire.v1 import common_pb2, generate_pb2
+
+EXACTNESS = {
+    "": common_pb2.EXACTNESS_UNSPECIFIED,
+    "exact": common_pb2.EXACTNESS_EXACT,
+    "fast": common_pb2.EXACTNESS_FAST,
+}
+_REQUEST_FIELDS = (
+    "request_id",
+    "model",
+    "ignore_eos",
+    "include_stop",
+    "return_margins",
+    "max_tokens",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "priority",
+)
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "choice",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Arguments of `generate` and `stream`: one of prompt, messages, token_ids; the rest optional.
+
+    What is left out, or None, takes the server's documented default.
+    """
+
+    prompt: str | None
+    messages: Sequence[Mapping[str, str]] | None
+    token_ids: Sequence[int] | None
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    choice: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    bad_sequences: Sequence[Sequence[int]]
+    min_tokens: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop: bool
+    n: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    priority: int | None
+    structured_output: Mapping[str, Any] | None
+    method: str
+    num_speculative_tokens: int | None
+    exactness: str
+    timeout_s: float | None
+    return_token_ids: bool
+    return_margins: bool
+    model: str
+    request_id: str
+
+
+def build_request(options: GenerateOptions) -> generate_pb2.GenerateRequest:
+    """The wire form of the arguments. Names what cannot travel; judging values is the server's."""
+    unknown = options.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        accepted = ", ".join(GenerateOptions.__annotations__)
+        raise SpecwireError.field("argument", min(unknown), accepted)
+    exactness = options.get("exactness", "")
+    if exactness not in EXACTNESS:
+        raise SpecwireError.field("exactness", exactness, "'exact', 'fast' or '' (the default)")
+    request = generate_pb2.GenerateRequest(
+        exactness=EXACTNESS[exactness],
+        return_token_ids=options.get("return_token_ids", True),
+    )
+    _set_input(request, options)
+    for name in _REQUEST_FIELDS:
+        _assign(request, name, options)
+    for name in _SAMPLING_FIELDS:
+        _assign(request.sampling, name, options)
+    _set_maps(request.sampling, options)
+    for name in ("method", "num_speculative_tokens"):
+        _assign(request.speculation, name, options)
+    stop = options.get("stop", ())
+    _extend(request.stop, "stop", (stop,) if isinstance(stop, str) else stop, "strings")
+    stop_ids = options.get("stop_token_ids", ())
+    _extend(request.stop_token_ids, "stop_token_ids", stop_ids, "token ids")
+    words = options.get("bad_words", ())
+    _extend(
+        request.bad_words, "bad_words", (words,) if isinstance(words, str) else words, "strings"
+    )
+    _set_structured(request, options.get("structured_output"))
+    return request
+
+
+def _set_maps(sampling: common_pb2.Sampling, options: GenerateOptions) -> None:
+    try:
+        sampling.logit_bias.update(options.get("logit_bias") or {})
+    except (TypeError, ValueError, AttributeError):
+        accepted = "a mapping of token ids to numbers"
+        raise SpecwireError.field("logit_bias", "of another form", accepted) from None
+    for ids in options.get("bad_sequences", ()):
+        _extend(sampling.bad_sequences.add().ids, "bad_sequences", ids, "sequences of token ids")
+
+
+def _set_structured(
+    request: generate_pb2.GenerateRequest, wanted: Mapping[str, Any] | None
+) -> None:
+    """One kind and its value, as {"json_schema": "..."}. Whether it is built, the server says."""
+    if wanted is None:
+        return
+    message = request.structured_output
+    message.SetInParent()
+    for kind, value in wanted.items():
+        try:
+            if kind == "choice":
+                message.choice.values.extend(value)
+            else:
+                setattr(message, kind, value)
+        except (AttributeError, TypeError, ValueError):
+            accepted = "one of json_schema, json_object, regex, grammar, choice, with its value"
+            raise SpecwireError.field("structured_output", kind, accepted) from None
+
+
+def _set_input(request: generate_pb2.GenerateRequest, options: GenerateOptions) -> None:
+    names = ("prompt", "messages", "token_ids")
+    given = [name for name in names if options.get(name) is not None]
+    if len(given) != 1:
+        shown = " and ".join(given) or "missing"
+        raise SpecwireError.field("input", shown, "exactly one of prompt, messages, token_ids")
+    if given == ["token_ids"]:
+        request.tokens.SetInParent()
+        _extend(request.tokens.ids, "token_ids", options["token_ids"] or (), "token ids")
+        return
+    try:  # the text itself must not get into an error message
+        if given == ["prompt"]:
+            request.prompt = options["prompt"] or ""
+            return
+        request.chat.SetInParent()
+        for message in options["messages"] or ():
+            request.chat.messages.add(role=message["role"], content=message["content"])
+    except (TypeError, ValueError, KeyError):
+        accepted = "text in valid Unicode; messages are mappings with `role` and `content`"
+        raise SpecwireError.field(given[0], "of another form", accepted) from None
+
+
+def _assign(message: Any, name: str, options: GenerateOptions) -> None:
+    value = options.get(name)
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise SpecwireError.field(name, value, str(error)) from None
+
+
+def _extend(target: Any, name: str, values: Iterable[Any], accepted: str) -> None:
+    try:
+        target.extend(values)
+    except (TypeError, ValueError):
+        raise SpecwireError.field(name, "of another form", f"a sequence of {accepted}") from None

@@ -1,0 +1,77 @@
+"""What a step costs on this machine: measured once at start, told in the handshake."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.api import Engine, Item, Sampling
+from engine.errors import OutOfPages
+from specwire.v1 import common_pb2
+
+log = logging.getLogger(__name__)
+
+# Rows of a session: plain decoding, a short block, a full one.
+_ROWS = (1, 4, 8)
+_SESSIONS = (1, 4)
+SHORT_TOKENS, LONG_TOKENS = 64, 1024
+_REPEATS = 2
+# No new point begins after this; a slow engine says less about itself.
+BUDGET_S = 0.8
+
+
+def measure(
+    engine: Engine, exact: bool, clock_ns: Callable[[], int] = time.perf_counter_ns
+) -> list[common_pb2.StepCost]:
+    """Best of a few steps at each point, those that say most first. Runs on the engine's thread,
+    before there are sessions; leaves no pages behind. A point that has no pages is left out."""
+    end_ns = clock_ns() + int(BUDGET_S * 1e9)
+    longest = engine.info.max_length - max(_ROWS) - 1
+    lengths = sorted({min(SHORT_TOKENS, longest), min(LONG_TOKENS, longest)})
+    points = [(s, n, r) for s in _SESSIONS for n in lengths for r in (1, 8, 4) if n > 0]
+    costs: list[common_pb2.StepCost] = []
+    for sessions, length, rows in points:
+        if clock_ns() > end_ns:
+            log.info("step costs: %d of %d points measured in time", len(costs), len(points))
+            break
+        try:
+            spent = _best_ns(engine, exact, sessions, length, rows, clock_ns)
+        except OutOfPages:
+            continue
+        costs.append(
+            common_pb2.StepCost(
+                rows=rows, sessions=sessions, context_tokens=length, compute_ns=spent
+            )
+        )
+    return costs
+
+
+def _best_ns(
+    engine: Engine,
+    exact: bool,
+    sessions: int,
+    length: int,
+    rows: int,
+    clock_ns: Callable[[], int],
+) -> int:
+    """Nanoseconds of a step with `rows` rows for each of `sessions` sessions of `length` tokens."""
+    tables = []
+    try:
+        for _ in range(sessions):
+            tables.append(engine.allocate(length + rows))
+        item = Item(tables[0], [1] * rows, length, rows, Sampling(temperature=0.0), exact=exact)
+        spent = []
+        for _ in range(_REPEATS):
+            for table in tables:
+                # What the pages hold does not matter to the time; nobody else sees them.
+                table.length = length
+            items = [replace(item, table=table, context=[1] * (length + 1)) for table in tables]
+            began = clock_ns()
+            engine.step(items)
+            spent.append(clock_ns() - began)
+        return min(spent)
+    finally:
+        for table in tables:
+            table.free()

@@ -1,0 +1,146 @@
+"""Steps of single sessions: which one is next, how it ends, how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.api import Item, ItemResult
+from specwire.errors import Reason, SpecwireError
+from specwire.tensors import Rows
+from specwire.v1 import target_pb2
+from target_svc import results
+from target_svc.decode import key_to_wire
+from target_svc.metrics import Metrics
+from target_svc.residency import Residency
+from target_svc.sessions import Session, SessionTable, Step
+from target_svc.shapes import Shapes
+from target_svc.sharing import Sharing
+
+
+class Progress:
+    """`ready` are the sessions with a step that may run; `idle` is set while there are none at
+    all."""
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        residency: Residency,
+        sharing: Sharing,
+        sessions: SessionTable,
+        metrics: Metrics,
+    ) -> None:
+        self.ready: dict[int, Session] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._shapes, self._residency, self._sharing = shapes, residency, sharing
+        self._sessions, self._metrics = sessions, metrics
+
+    def add(self, session: Session) -> None:
+        """Takes a new session with its step 0."""
+        self._residency.enter(session)
+        self._sessions.add(session)
+        self.idle.clear()
+        self.ready[id(session)] = session
+
+    def submit(self, session: Session, step: Step) -> None:
+        """Takes a verify step. It may have to wait: one step of a session runs at a time."""
+        if session.next is not None:
+            self._metrics.dropped("superseded_step")
+        session.next = step
+        if session.step is not None and not session.step.asked and not session.running:
+            session.step = None  # the free run ends here
+        self._begin_next(session)
+
+    def remove(self, session: Session) -> None:
+        """Forgets a session, even in the middle of a step; the next step finds its pages free."""
+        self._sessions.remove(session)
+        self.ready.pop(id(session), None)
+        if session.sink is not None:
+            session.sink.release()
+        self._residency.release(session)
+        if not len(self._sessions):
+            self.idle.set()
+
+    def refuse(
+        self, session: Session, step_id: int, error: SpecwireError, have_len: int = 0
+    ) -> None:
+        self._metrics.refused(error.reason)
+        refused = target_pb2.TargetRefused(
+            key=key_to_wire(session.key), step_id=step_id, error=error.to_item(), have_len=have_len
+        )
+        session.link.send(target_pb2.TargetReply(refused=refused))
+
+    def fail(self, session: Session, error: SpecwireError, now: float) -> None:
+        """Refuses the current step. A session that never opened goes with it."""
+        assert session.step is not None
+        step_id, session.step = session.step.step_id, None
+        session.idle_since = now
+        self.ready.pop(id(session), None)
+        self.refuse(session, step_id, error, 0 if session.opening else len(session.ids))
+        if session.opening:
+            self.remove(session)
+        else:
+            self._begin_next(session)
+
+    def end_item(
+        self, session: Session, item: Item, result: ItemResult, rows: Rows | None, now: float
+    ) -> None:
+        """What the engine made of a session's item: a chunk of its prompt, or its step."""
+        step = session.step
+        assert step is not None
+        results.keep_scores(session, item, result)
+        if item.draws:
+            self._end_step(session, step, item, result, rows, now)
+        else:
+            self._shapes.end_chunk(session, item.start)
+            results.end_chunk(session, item, rows)
+        self._sharing.publish(session)
+
+    def _end_step(
+        self,
+        session: Session,
+        step: Step,
+        item: Item,
+        result: ItemResult,
+        rows: Rows | None,
+        now: float,
+    ) -> None:
+        """Commits and answers a step, then begins what is next: a newer item, or the free run."""
+        verdict = results.commit(session, step, result)
+        session.link.send(target_pb2.TargetReply(verdict=verdict))
+        results.end_step(session, step.step_id, item, rows)
+        kind = "verify" if step.step_id else "open"
+        self._metrics.verdict(kind, verdict.accepted, len(verdict.tokens))
+        if step.asked:
+            session.renew(now)
+        session.step, session.idle_since = None, now
+        self.ready.pop(id(session), None)
+        if session.next is not None:
+            self._begin_next(session)
+        elif step.free_run and not session.finished:
+            self._start(session, results.free_step(session, step))
+
+    def _start(self, session: Session, step: Step) -> None:
+        session.step = step
+        self.ready[id(session)] = session
+
+    def _begin_next(self, session: Session) -> None:
+        """Starts the step that waits, when the session is free and the lengths agree."""
+        if session.step is not None or session.next is None or session.opening:
+            return
+        step, session.next = session.next, None
+        self.ready.pop(id(session), None)
+        have = len(session.ids)
+        if step.base_len > have:
+            text = f"the target has {have} committed tokens, base_len is {step.base_len}"
+            self.refuse(session, step.step_id, SpecwireError(Reason.NEED_TOKENS, text), have)
+            return
+        if step.base_len < have:
+            session.truncate(step.base_len)
+        if session.finished:
+            error = SpecwireError.field(
+                "base_len", step.base_len, f"below {have}: the session has finished"
+            )
+            self.refuse(session, step.step_id, error, have)
+            return
+        self._start(session, step)

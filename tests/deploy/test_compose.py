@@ -1,0 +1,161 @@
+"""The compose file: by the official schema, by our own rules, and by running what it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from specwire.client import Client
+from tests.deploy.compose_file import FILE, ROOT, LocalServices, load, of_profile
+from tests.deploy.json_schema import Validator
+from tests.engine.tiny import VOCAB, write_llama
+
+PROFILES = ("cpu", "gpu")
+
+
+@pytest.fixture(scope="module")
+def schema() -> Validator:
+    text = (Path(__file__).parent / "compose-spec.json").read_text()
+    return Validator(json.loads(text))
+
+
+def test_the_file_fits_the_compose_schema(schema: Validator) -> None:
+    assert list(schema.errors(load())) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("services.target.helthcheck", {}),
+        ("services.target.healthcheck.retries", [3]),
+        ("services.target.healthcheck.interval_s", "1s"),
+        ("services.target.command", 7),
+        ("services.target.ports", [7001, 7001]),
+        ("services.coordinator.depends_on.target", {"condition": "healthy"}),
+        ("services.coordinator.depends_on.draft", {}),
+        ("services.draft.deploy.resources.limits.cpu", 1),
+        ("services.draft-gpu.deploy.resources.reservations.devices", [{"driver": "nvidia"}]),
+        ("services.target.volumes", [{"source": "cache"}]),
+        ("networks.links.internal", {"a": 1}),
+        ("service", {}),
+    ],
+)
+def test_the_schema_check_sees_mistakes(schema: Validator, path: str, value: object) -> None:
+    document: Any = copy.deepcopy(load())
+    *above, last = path.split(".")
+    place = document
+    for part in above:
+        place = place[part]
+    place[last] = value
+    errors = list(schema.errors(document))
+    assert errors and all(e.startswith(f".{path.split('.')[0]}") for e in errors)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_each_profile_is_a_whole_deployment(profile: str) -> None:
+    services = of_profile(load(), profile)
+    assert sorted(s["command"][2] for s in services.values()) == [
+        "coordinator",
+        "draft_svc",
+        "target_svc",
+    ]
+    for name, service in services.items():
+        assert service["image"].endswith(f":{profile}"), name
+        assert service["build"]["args"]["VARIANT"] == profile
+        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), "not root"
+        assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["init"]
+        assert "privileged" not in service and "/var/run/docker.sock" not in str(service)
+        assert service["healthcheck"]["test"][:4] == ["CMD", "python", "-m", "specwire.probe"]
+        assert service["deploy"]["resources"]["limits"].keys() == {"memory", "pids"}
+        assert not [
+            key for key in service["environment"] if re.search("TOKEN|SECRET|KEY|PASS", key)
+        ]
+        devices = service["deploy"]["resources"].get("reservations", {}).get("devices", [])
+        wants_gpu = profile == "gpu" and service["command"][2] != "coordinator"
+        assert [d["capabilities"] for d in devices] == ([["gpu"]] if wants_gpu else [])
+        # Only the coordinator can be reached from outside, and only from this machine.
+        published = service.get("ports", [])
+        assert published == (["127.0.0.1:7000:7000"] if "coordinator" in name else [])
+        assert (set(service["networks"]) - {"links"} == {"public"}) == bool(published)
+    assert load()["networks"]["links"]["internal"]
+
+
+def test_variables_of_compose_alone_cannot_be_mistaken_for_settings() -> None:
+    """A service refuses unknown variables under its prefix; a shell may hold both kinds."""
+    passed = {key for s in load()["services"].values() for key in s["environment"]}
+    prefixes = ("SPECWIRE_TARGET_", "SPECWIRE_DRAFT_", "SPECWIRE_COORDINATOR_")
+    named = set(re.findall(r"\$\{(\w+)", FILE.read_text()))
+    assert {name for name in named if name.startswith(prefixes)} <= passed
+    described = (ROOT / "deploy" / "README.md").read_text()
+    assert [name for name in sorted(named) if f"`{name}`" not in described] == []
+
+
+def test_the_image() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    final = text.rpartition("\nFROM ")[2]
+    assert re.search(r"ARG PYTHON=3\.\d+\.\d+-slim-\w+\n", text), "the base is pinned by its tag"
+    assert "USER 10001:10001" in final and "pip install" not in final
+    assert {word for word in ("gcc", "g++", "make", "git", "curl") if f" {word} " in final} == {
+        "gcc"
+    }
+    copied = set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE))
+    rooms = {"proto", "engine", "target_svc", "draft_svc", "coordinator"}
+    assert copied == rooms
+    ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignored if line.startswith("!")} >= rooms
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models with a tiny random one whose tokenizer knows 96 words."""
+    folder = tmp_path_factory.mktemp("models")
+    write_llama(folder / "tiny")
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.save(str(folder / "tiny" / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def running(tiny: Path, tmp_path: Path) -> Iterator[LocalServices]:
+    variables = {"SPECWIRE_MODEL": "/models/tiny", "SPECWIRE_DRAFT_METHODS": "ngram"}
+    services = of_profile(load(variables), "cpu")
+    local = LocalServices(services, {"/models": tiny, "/var/cache/specwire": tmp_path})
+    try:
+        local.start("coordinator")
+        yield local
+    finally:
+        local.stop()
+
+
+def test_the_commands_of_the_file_serve(running: LocalServices) -> None:
+    """Commands, environment, health checks and order are the file's own."""
+    assert list(running.processes) == ["target", "draft", "coordinator"]
+    address = running.here("127.0.0.1:7000")
+    prompt = [5, 6, 7, 5, 6, 7, 5, 6]
+    with Client(address) as client:
+        info = client.info()
+        assert {w.role: w.state for w in info.workers} == {"target": "ready", "draft": "ready"}
+        results = [
+            client.generate(
+                token_ids=prompt,
+                max_tokens=400,
+                ignore_eos=True,
+                temperature=0.0,
+                return_token_ids=True,
+                method=method,
+            )
+            for method in ("plain", "ngram")
+        ]
+    assert results[0].token_ids == results[1].token_ids and len(results[0].token_ids) == 400
+    assert results[1].acceptance.method == "ngram" and results[1].acceptance.draft_tokens > 0
+    statuses = running.stop()
+    assert statuses == {"coordinator": 0, "draft": 0, "target": 0}
+    assert next(iter(statuses)) == "coordinator"
+    assert not running.healthy("coordinator")

@@ -1,0 +1,138 @@
+"""A coordinator with several toy targets and scripted drafts, each stopped and started alone."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.host import CoordinatorHost
+from coordinator.settings import CoordinatorSettings
+from coordinator.tokenizer_cache import TokenizerCache
+from specwire.client import AsyncClient
+from specwire.generation import Generation
+from target_svc.app import Loaded, TargetApp
+from target_svc.settings import TargetSettings
+from tests.service.coordinator_harness import PROMPT, ScriptedDraft, document
+from tests.service.toy_engine import ToyEngine
+
+
+class ToyTarget:
+    """One target process, as far as the coordinator can tell. `info` changes what it says it is."""
+
+    def __init__(self, address: str, engine: dict[str, Any], **info: Any) -> None:
+        self.address, self._engine_options, self._info = address, engine, info
+        self.app: TargetApp | None = None
+
+    async def start(self, drain_ms: int = 0) -> None:
+        self.engine = ToyEngine(**self._engine_options)
+        self.engine.info = replace(self.engine.info, **self._info)
+        settings = TargetSettings(address=self.address, drain_ms=drain_ms, reflection=False)
+        self.app = TargetApp(settings, lambda _: Loaded(self.engine, document()))
+        await self.app.start()
+
+    async def stop(self) -> None:
+        app, self.app = self.app, None
+        if app is not None:
+            self.engine.gate.set()
+            await app.stop()
+
+    @property
+    def sessions(self) -> int:
+        """Sessions it has now."""
+        return (
+            0
+            if self.app is None or self.app.scheduler is None
+            else len(self.app.scheduler.sessions)
+        )
+
+    @property
+    def opened(self) -> int:
+        """Prompts it ran: steps that began at position 0."""
+        return sum(item[0] == 0 for step in self.engine.log for item in step)
+
+
+class FleetWorld:
+    def __init__(self, targets: list[ToyTarget], drafts: list[ScriptedDraft]) -> None:
+        self.targets, self.drafts = targets, drafts
+        self.host: CoordinatorHost
+        self.client: AsyncClient
+
+    async def wait_ready(self) -> None:
+        for worker in self.host.fleet.workers:
+            assert await worker.link.wait_ready(10)
+
+    async def generate(self, ids: Sequence[int] = PROMPT, **options: Any) -> Generation:
+        defaults: dict[str, Any] = {
+            "max_tokens": 40,
+            "temperature": 0.0,
+            "seed": 0,
+            "return_token_ids": True,
+        }
+        return await self.client.generate(token_ids=list(ids), **{**defaults, **options})
+
+    async def started(self, tokens: int, ids: Sequence[int] = PROMPT, **options: Any) -> Any:
+        """A generation with its first tokens out."""
+        task = asyncio.create_task(self.generate(ids, max_tokens=tokens, **options))
+        await until(lambda: any(s.emitted >= 10 for s in self.host.servicer.sessions.values()))
+        return task
+
+    def at(self) -> ToyTarget:
+        """The target of the only running session."""
+        (session,) = self.host.servicer.sessions.values()
+        return next(t for t in self.targets if t.address == session.target.address)
+
+    def other(self, target: ToyTarget) -> ToyTarget:
+        return next(t for t in self.targets if t is not target)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def fleet_world(
+    drafts: Sequence[ScriptedDraft] = (),
+    engine: dict[str, Any] | None = None,
+    infos: Sequence[dict[str, Any]] = ({}, {}),
+    *,
+    start: bool = True,
+    **settings: Any,
+) -> AsyncIterator[FleetWorld]:
+    """One target per entry of `infos`; `start=False` leaves every worker absent."""
+    with tempfile.TemporaryDirectory() as folder:
+        targets = [
+            ToyTarget(f"unix:{folder}/t{i}", engine or {}, **info) for i, info in enumerate(infos)
+        ]
+        addresses = [f"unix:{folder}/d{i}" for i in range(len(drafts))]
+        for draft, address in zip(drafts, addresses, strict=True):
+            draft.address = address
+        settings.setdefault("adaptive_k", "num_speculative_tokens" not in settings)
+        fields = {"drain_ms": 0, "reflection": False, "proposal_wait_min_ms": 500, **settings}
+        chosen = CoordinatorSettings(
+            address=f"unix:{folder}/c",
+            target=tuple(target.address for target in targets),
+            draft=tuple(addresses),
+            **fields,
+        )
+        made = FleetWorld(targets, list(drafts))
+        try:
+            if start:
+                await asyncio.gather(*(target.start() for target in targets))
+                await asyncio.gather(*(draft.start(draft.address) for draft in drafts))
+            async with CoordinatorHost(chosen, TokenizerCache(Path(folder))) as made.host:
+                if start:
+                    await made.wait_ready()
+                async with AsyncClient(made.host.address) as made.client:
+                    yield made
+        finally:
+            for draft in drafts:
+                await draft.stop()
+            for target in targets:
+                await target.stop()

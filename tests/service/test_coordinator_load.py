@@ -1,0 +1,138 @@
+"""Waiting, the breaker and K under load; whatever K a round gets, the text is the target's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from coordinator.policy import KPolicy
+from specwire.v1 import draft_pb2
+from tests.service.coordinator_harness import (
+    PROMPT,
+    Reply,
+    ScriptedDraft,
+    perfect,
+    proposal,
+    world,
+)
+from tests.service.fleet_harness import until
+from tests.service.toy_engine import continuation
+
+SESSIONS = 12
+
+
+async def test_many_sessions_on_slow_workers_keep_their_speculation() -> None:
+    """Default waiting and breaker: proposals that are slow because all ask are waited for."""
+    draft = ScriptedDraft()
+    draft.ask_s = 0.015
+    engine = {"step_s": 0.02, "item_s": 0.002, "pages": 256}
+    defaults = {"proposal_wait_min_ms": 30}
+    async with world(draft, engine, **defaults) as made:
+        prompts = [[i, i + 1, i + 2] for i in range(SESSIONS)]
+        options = {"num_speculative_tokens": 7, "max_tokens": 80}
+        results = await asyncio.gather(
+            *(made.generate(token_ids=prompt, **options) for prompt in prompts)
+        )
+        for prompt, result in zip(prompts, results, strict=True):
+            assert list(result.token_ids) == continuation(prompt, 80)
+        accepted = sum(r.acceptance.accepted_tokens for r in results)
+        assert accepted > SESSIONS * 40
+
+
+async def test_a_draft_that_was_late_under_load_is_used_again_after_it() -> None:
+    """The breaker opens for a draft that stops, and a probe of one session closes it again."""
+    stopped = {"on": True}
+
+    def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
+        return [] if stopped["on"] else perfect(draft, item, ids)
+
+    draft = ScriptedDraft(script)
+    options = {"proposal_wait_min_ms": 20, "breaker_open_ms": 200, "num_speculative_tokens": 2}
+    async with world(draft, {"step_s": 0.005, "pages": 256}, **options) as made:
+        tasks = [
+            asyncio.create_task(made.generate(token_ids=[i, 9], max_tokens=300)) for i in range(6)
+        ]
+        breaker = made.host.fleet.drafts[0].breaker
+        await until(lambda: breaker.open)
+        asked = len([a for a in draft.advances if a.k])
+        await asyncio.sleep(0.5)
+        # Open: one session at a time asks, every 200 ms.
+        assert len([a for a in draft.advances if a.k]) - asked <= 4
+        stopped["on"] = False
+        results = await asyncio.gather(*tasks)
+        for i, result in enumerate(results):
+            assert list(result.token_ids) == continuation([i, 9], 300)
+            assert result.acceptance.fallbacks["breaker_open"] > 0
+            assert result.acceptance.per_step_accepted[-4] == 2
+        await made.until_idle()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_any_k_in_any_round_gives_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    rng = random.Random(5)
+    chosen: list[int] = []
+
+    def choose(self: KPolicy, step: int, limit: int, sessions: int, context: int) -> int:
+        chosen.append(rng.randint(0, limit) if limit > 0 else 0)
+        return chosen[-1]
+
+    def half(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
+        good = continuation(ids, item.k, draft.seed)
+        return [proposal(item, len(ids), [t if rng.random() < 0.7 else 1 for t in good])]
+
+    monkeypatch.setattr(KPolicy, "choose", choose)
+    draft = ScriptedDraft(half)
+    draft.seed = 4
+    async with world(draft) as made:
+        for _ in range(3):
+            result = await made.generate(max_tokens=120, temperature=temperature, seed=4)
+            assert list(result.token_ids) == continuation(PROMPT, 120, seed=4)
+        assert set(chosen) == set(range(8))
+        await made.until_idle()
+
+
+def _useless(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
+    wrong = [(token + 1) % 900 for token in continuation(ids, item.k, draft.seed)]
+    return [proposal(item, len(ids), wrong)]
+
+
+async def test_speculation_that_does_not_pay_stops_says_so_and_comes_back() -> None:
+    """K = 0 with a free run, and rare probes that find when it pays."""
+    draft = ScriptedDraft(_useless)
+    draft.ask_s = 0.004
+    async with world(draft, {"step_s": 0.004}) as made:
+        result = await made.generate(max_tokens=300)
+        assert list(result.token_ids) == continuation(PROMPT, 300)
+        record = result.acceptance
+        assert record.fallbacks["does_not_pay"] > 150
+        drafted = [k > 0 for k in record.per_step_drafted]
+        assert 0 < sum(drafted[60:]) < 30
+        # The draft was told every token all the same: it can be used again at once.
+        assert [a.step_id for a in draft.advances] == list(range(len(draft.advances)))
+        draft.script, draft.ask_s = perfect, 0.0
+        for _ in range(3):
+            result = await made.generate(max_tokens=300)
+            assert list(result.token_ids) == continuation(PROMPT, 300)
+        assert result.acceptance.tau > 4
+        await made.until_idle()
+
+
+async def test_a_request_that_names_k_gets_exactly_that_many() -> None:
+    draft = ScriptedDraft(_useless)
+    async with world(draft) as made:
+        result = await made.generate(num_speculative_tokens=5)
+        assert set(result.acceptance.per_step_drafted[:-5]) == {5}
+        assert "does_not_pay" not in result.acceptance.fallbacks
+
+
+async def test_a_good_draft_gets_more_tokens_where_a_request_does_not_say() -> None:
+    async with world(ScriptedDraft(), {"step_s": 0.004}) as made:
+        assert (await made.client.info()).default_num_speculative_tokens == 0
+        result = await made.generate(max_tokens=400)
+        assert list(result.token_ids) == continuation(PROMPT, 400)
+        assert result.acceptance.per_step_drafted[0] == 3
+        assert result.acceptance.per_step_drafted[20:40].count(7) > 12

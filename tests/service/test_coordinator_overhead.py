@@ -1,0 +1,86 @@
+"""What a round of 64 sessions costs in the coordinator: loop, links and text, without clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.placement import Fleet
+from coordinator.session import Session
+from coordinator.settings import CoordinatorSettings
+from coordinator.tokenizer_cache import TokenizerCache
+from coordinator.validation import check
+from specwire.v1 import common_pb2, generate_pb2
+from tests.service.toy_engine import continuation
+
+SESSIONS, TOKENS, K = 64, 200, 3
+# Measured: 2.9 ms on one thread of a busy two-core machine, text apart. The limit leaves room for
+# slower ones; a copy or a task per item would be seen.
+LIMIT_MS = 9.0
+
+
+def request(number: int) -> generate_pb2.GenerateRequest:
+    return generate_pb2.GenerateRequest(
+        tokens=generate_pb2.TokenInput(ids=[number, number + 1]),
+        sampling=common_pb2.Sampling(temperature=0.0, seed=0),
+        max_tokens=TOKENS,
+        return_token_ids=True,
+        speculation=generate_pb2.Speculation(num_speculative_tokens=K),
+    )
+
+
+async def run(fleet: Fleet, number: int) -> tuple[Session, list[int]]:
+    group, ids = fleet.group(""), list[int]()
+
+    async def deliver(delta: generate_pb2.Delta) -> None:
+        ids.extend(delta.token_ids)
+
+    spec = check(request(number), group, group.text, None)
+    session = Session(group, number, spec, group.text)
+    await session.run(deliver)
+    return session, ids
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Path]:
+    """A target and a draft in another process, at sockets in the folder given."""
+    command = [sys.executable, "-m", "tests.service.toy_workers", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        yield tmp_path
+        process.communicate(timeout=30)
+
+
+async def test_a_round_of_64_sessions_costs_milliseconds(workers: Path) -> None:
+    settings = CoordinatorSettings(
+        address=f"unix:{workers}/c",
+        target=(f"unix:{workers}/t",),
+        draft=(f"unix:{workers}/d",),
+        proposal_wait_min_ms=10_000,
+    )
+    fleet = Fleet(settings, TokenizerCache(workers))
+    try:
+        fleet.start()
+        for worker in fleet.workers:
+            assert await worker.link.wait_ready(10)
+        await run(fleet, 900)
+        before = time.thread_time()
+        found = await asyncio.gather(*(run(fleet, number) for number in range(1, SESSIONS + 1)))
+        spent_ms = (time.thread_time() - before) * 1000
+        for number, (_, ids) in enumerate(found, start=1):
+            assert ids == continuation([number, number + 1], TOKENS)
+        rounds = sum(len(session.record.drafted) for session, _ in found) / SESSIONS
+        assert rounds <= TOKENS / (K + 1) + 2
+        print(f"{spent_ms / rounds:.2f} ms a round of {SESSIONS} sessions")
+        assert spent_ms / rounds < LIMIT_MS
+    finally:
+        await fleet.stop()

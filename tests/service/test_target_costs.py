@@ -1,0 +1,77 @@
+"""What a target measures of itself at start and says in the handshake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from coordinator.workers import _costs
+from specwire.v1 import target_pb2, target_pb2_grpc
+from target_svc.app import Loaded, TargetApp
+from target_svc.costs import BUDGET_S, measure
+from target_svc.settings import TargetSettings
+from tests.service.toy_engine import ToyEngine
+
+
+class TimedEngine(ToyEngine):
+    """Its clock moves by a known time a step: 1 ms, and 0.1 ms for each row."""
+
+    def __init__(self, step_ns: int = 1_000_000, **options: Any) -> None:
+        super().__init__(**options)
+        self.now_ns, self.step_ns = 0, step_ns
+        self._run = self._nothing  # type: ignore[method-assign]
+
+    def clock_ns(self) -> int:
+        return self.now_ns
+
+    def _nothing(self, item: Any) -> Any:
+        assert item.table.length == item.start
+        assert item.start + len(item.ids) <= item.table.capacity
+        self.now_ns += 100_000 * len(item.ids)
+
+    def step(self, items: Any) -> Any:
+        self.now_ns += self.step_ns
+        return super().step(items)
+
+
+def test_each_point_is_measured_and_no_page_is_kept() -> None:
+    engine = TimedEngine(pages=200)
+    found = measure(engine, True, engine.clock_ns)
+    points = {(c.rows, c.sessions, c.context_tokens): c.compute_ns for c in found}
+    assert set(points) == {(r, s, n) for r in (1, 4, 8) for s in (1, 4) for n in (64, 503)}
+    assert all(ns == 1_000_000 + 100_000 * r * s for (r, s, _), ns in points.items())
+    stats = engine.stats()
+    assert stats.free == stats.total and not stats.tables
+    # The coordinator counts draft tokens: a target's rows are one more.
+    assert {cost.tokens for cost in _costs(found, anchor=1)} == {0, 3, 7}
+
+
+def test_a_pool_too_small_for_many_leaves_those_points_out() -> None:
+    engine = TimedEngine(pages=40)
+    found = measure(engine, True, engine.clock_ns)
+    assert {(c.sessions, c.context_tokens) for c in found} == {(1, 64), (1, 503), (4, 64)}
+    engine.check_integrity()
+
+
+def test_a_slow_engine_stops_in_time() -> None:
+    engine = TimedEngine(step_ns=300_000_000, pages=200)
+    found = measure(engine, True, engine.clock_ns)
+    assert 0 < len(found) < 4
+    assert engine.now_ns < (BUDGET_S + 1.3) * 1e9
+
+
+async def test_what_was_measured_is_said(tmp_path: Path) -> None:
+    engine = TimedEngine(pages=200)
+    costs = tuple(measure(engine, True, engine.clock_ns))
+    settings = TargetSettings(address=f"unix:{tmp_path}/t", reflection=False)
+    app = TargetApp(settings, lambda _: Loaded(engine, b"{}", costs=costs))
+    await app.start()
+    try:
+        async with grpc.aio.insecure_channel(app.address) as channel:
+            stub = target_pb2_grpc.TargetServiceStub(channel)
+            info = await stub.GetInfo(target_pb2.TargetServiceGetInfoRequest())
+        assert tuple(info.costs) == costs
+    finally:
+        await app.stop()

@@ -1,0 +1,31 @@
+"""A toy target and a perfect draft as a process of their own: `python -m ... FOLDER`.
+
+Says "up" on stdout when both serve at FOLDER/t and FOLDER/d, and ends when its stdin does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from target_svc.app import Loaded, TargetApp
+from target_svc.settings import TargetSettings
+from tests.service.coordinator_harness import ScriptedDraft, document
+from tests.service.toy_engine import ToyEngine
+
+
+async def serve(folder: str) -> None:
+    engine = ToyEngine(pages=8192, max_length=4096)
+    settings = TargetSettings(address=f"unix:{folder}/t", drain_ms=0, reflection=False)
+    app = TargetApp(settings, lambda _: Loaded(engine, document()))
+    await app.start()
+    draft = ScriptedDraft()
+    await draft.start(f"unix:{folder}/d")
+    print("up", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await draft.stop()
+    await app.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))
