@@ -180,7 +180,8 @@ def test_any_head_shape(
         if kernels == "native" and not fits:  # the way round is visible, not silent
             reasons = engine.attention.candidates[0].reasons
             assert reasons == (
-                f"head_dim {shape['head_dim']}, accepted: multiples of 8 up to 1024",
+                f"head_size not supported ({shape['head_dim']}; "
+                "accepted: multiples of 8 up to 1024)",
             )
 
 

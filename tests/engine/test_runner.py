@@ -146,7 +146,7 @@ def test_native_rows_are_independent(directory: Path) -> None:
 def test_start_up_refusals(directory: Path) -> None:
     with pytest.raises(BackendUnavailable, match="device 'cuda'"):
         load_tiny(directory, device="cuda")
-    with pytest.raises(BackendUnavailable, match="kv=int8.*accepted: auto, float32"):
+    with pytest.raises(BackendUnavailable, match=r"kv=int8.*accepted: auto, float32"):
         load_tiny(directory, kv_dtype="int8")
     for field, value in (("dtype", "float8"), ("kernels", "triton")):
         with pytest.raises(SettingRefused, match=f"^{field} = '{value}' .* accepted: auto, "):
