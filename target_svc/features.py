@@ -115,12 +115,15 @@ class PushStream:
         self._queued = 0
         self._in_flight = 0
         self._changed = asyncio.Event()
+        self._hurry = asyncio.Event()
         self.users = 0
         self._task = asyncio.ensure_future(self._run())
 
     def attach(self) -> None:
+        """Counts a user. Its draft is there, or it would not have been named: no pause is due."""
         self.users += 1
         self._changed.set()
+        self._hurry.set()
 
     def detach(self) -> None:
         self.users -= 1
@@ -140,15 +143,17 @@ class PushStream:
 
     async def _run(self) -> None:
         delay, longest = _BACKOFF_S
-        async with grpc.aio.insecure_channel(
-            self._address, options=channel_options(link=True)
-        ) as channel:
-            while True:
-                while not self._queue and not self.users:
-                    await self._wait()
+        # A channel for each try, sharing nothing: one that has failed would pause by itself.
+        options = [*channel_options(link=True), ("grpc.use_local_subchannel_pool", 1)]
+        while True:
+            while not self._queue and not self.users:
+                await self._wait()
+            async with grpc.aio.insecure_channel(self._address, options=options) as channel:
                 worked = await self._connection(draft_pb2_grpc.DraftServiceStub(channel))
-                delay = _BACKOFF_S[0] if worked else min(delay * 2, longest)
-                await asyncio.sleep(delay)
+            delay = _BACKOFF_S[0] if worked else min(delay * 2, longest)
+            self._hurry.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), delay)
 
     async def _wait(self) -> None:
         self._changed.clear()

@@ -16,31 +16,41 @@ from coordinator.local import LocalDeployment
 from specwire.client import AsyncClient, Delta, Finished
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import channel_options
-from specwire.v1 import target_pb2, target_pb2_grpc
+from specwire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 pytestmark = pytest.mark.model
 
 TOKENS = 40
 
 
+OPTIONS = channel_options(link=True)
+
+
 async def target_load(deployment: LocalDeployment) -> target_pb2.TargetLoad:
-    options = channel_options(link=True)
-    async with grpc.aio.insecure_channel(deployment.target_address, options=options) as channel:
+    async with grpc.aio.insecure_channel(deployment.target_address, options=OPTIONS) as channel:
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         reply = await stub.GetInfo(target_pb2.TargetServiceGetInfoRequest(), timeout=5)
         load: target_pb2.TargetLoad = reply.load
         return load
 
 
+async def draft_load(deployment: LocalDeployment) -> draft_pb2.DraftLoad:
+    async with grpc.aio.insecure_channel(deployment.draft_address, options=OPTIONS) as channel:
+        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        reply = await stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest(), timeout=5)
+        load: draft_pb2.DraftLoad = reply.load
+        return load
+
+
 async def assert_all_freed_within_a_second(deployment: LocalDeployment) -> None:
     deadline = time.monotonic() + 1.0
     while True:
-        load = await target_load(deployment)
-        freed = load.pages_free == load.pages_total and not load.sessions and not load.waiting
-        if freed or time.monotonic() > deadline:
-            break
+        loads = await target_load(deployment), await draft_load(deployment)
+        sessions = loads[0].waiting + sum(load.sessions for load in loads)
+        if not sessions and all(load.pages_free == load.pages_total for load in loads):
+            return
+        assert time.monotonic() < deadline, f"a second later: {loads}"
         await asyncio.sleep(0.02)
-    assert freed, f"a second later: {load}"
 
 
 async def follow(

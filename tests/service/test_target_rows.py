@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
+from target_svc import features
 from target_svc.features import _allowed
 from target_svc.settings import TargetSettings
 from tests.service.target_harness import (
@@ -101,6 +102,25 @@ async def test_rows_again_and_after_a_restart(tmp_path: Path) -> None:
                 if sum(c.count for c in second.chunks) == 13:
                     break
             assert joined(second.chunks, 1) == (60, expected(60, 73, ids))
+
+
+async def test_a_new_session_ends_the_pause_of_a_broken_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DF-13: a draft that is back gets the first rows of a session, not those two seconds later."""
+    monkeypatch.setattr(features, "_BACKOFF_S", (600.0, 600.0))
+    address = f"unix:{tmp_path / 'd.sock'}"
+    async with target() as service:
+        peer = service.peer()
+        async with draft_server(address, FakeDraft()) as first:
+            await peer.send(open_target(PROMPT, push_to=push_to(address)))
+            await peer.verdict()
+            await first.rows(70)
+        await asyncio.sleep(0.3)  # the stream has noticed, and pauses
+        async with draft_server(address, FakeDraft()) as second:
+            await peer.send(open_target(PROMPT, at=key(2), push_to=push_to(address)))
+            await peer.verdict()
+            await second.rows(70)
 
 
 @pytest.mark.parametrize(
