@@ -8,7 +8,7 @@ import platform
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import BackendUnavailable
+from engine.errors import BackendUnavailable, SettingRefused
 from engine.kernels.cpu import ops
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -23,6 +23,8 @@ def resolve_device(requested: str) -> torch.device:
 
 def use_native(requested: str) -> bool:
     """Whether the C kernels run. `native` that cannot be had is an error, never a substitution."""
+    if requested not in ("auto", "native", "torch"):
+        raise SettingRefused("kernels", requested, "auto, native, torch")
     if requested == "torch":
         return False
     if ops.available():
@@ -33,15 +35,27 @@ def use_native(requested: str) -> bool:
 
 
 def weight_dtype(name: str) -> torch.dtype:
-    return DTYPES.get(name, torch.bfloat16)
+    """bf16 unless named otherwise. Raises SettingRefused."""
+    return _dtype("dtype", name, torch.bfloat16)
 
 
 def kv_dtype(name: str) -> torch.dtype:
-    return DTYPES.get(name, torch.float32)
+    """fp32 unless named otherwise. Raises SettingRefused."""
+    return _dtype("kv_dtype", name, torch.float32)
 
 
-def numerics_fingerprint(config: EngineConfig, native: bool, attention: str) -> str:
-    """Two engines with equal weights and equal numerics give equal bits."""
+def _dtype(field: str, name: str, default: torch.dtype) -> torch.dtype:
+    known = {"auto": default} | DTYPES
+    if name not in known:
+        raise SettingRefused(field, name, ", ".join(known))
+    return known[name]
+
+
+def numerics_fingerprint(
+    config: EngineConfig, native: bool, attention: str, rope_length: int = 0
+) -> str:
+    """Two engines with equal weights and equal numerics give equal bits. `rope_length` is the
+    length that a dynamic RoPE was made for, else 0."""
     parts = (
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
@@ -52,5 +66,6 @@ def numerics_fingerprint(config: EngineConfig, native: bool, attention: str) -> 
         "native" if native else "torch",
         attention,
         str((config.exact_width, config.kv_bucket, config.prefill_chunk, config.page_tokens)),
+        *([f"rope {rope_length}"] if rope_length else []),
     )
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]

@@ -24,3 +24,10 @@ class CheckpointError(EngineError):
 class BackendUnavailable(EngineError):
     """No attention backend fits, or the requested one does not; the text lists every candidate
     with its reasons."""
+
+
+class SettingRefused(EngineError):
+    """A setting with a value that the engine does not know."""
+
+    def __init__(self, field: str, value: object, accepted: str) -> None:
+        super().__init__(f"{field} = {value!r} is not supported; accepted: {accepted}")

@@ -16,7 +16,7 @@ Mode = Literal["native", "torch"]
 
 
 class Linear(ABC):
-    """x fp32 [rows, in_features] -> fp32 [rows, out_features], no bias."""
+    """x fp32 [rows, in_features] -> fp32 [rows, out_features]."""
 
     in_features: int
     out_features: int
@@ -93,8 +93,25 @@ class PlainLinear(Linear):
         return torch.nn.functional.linear(x.to(self._weight.dtype), self._weight).float()
 
 
-def pack_linear(weight: Tensor, mode: Mode) -> Linear:
+class BiasedLinear(Linear):
+    """A product with a bias [out_features] added in fp32; a row stays as independent as it was."""
+
+    def __init__(self, product: Linear, bias: Tensor) -> None:
+        self.in_features, self.out_features = product.in_features, product.out_features
+        self.rows_independent = product.rows_independent
+        self._product, self._bias = product, bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x).add_(self._bias)
+
+
+def pack_linear(weight: Tensor, mode: Mode, bias: Tensor | None = None) -> Linear:
     """Packs weight [out_features, in_features], bf16 or fp32. `native` needs `ops.available()`."""
+    product = _pack(weight, mode)
+    return product if bias is None else BiasedLinear(product, bias)
+
+
+def _pack(weight: Tensor, mode: Mode) -> Linear:
     known = weight.dtype in (torch.bfloat16, torch.float32)
     if weight.dim() != 2 or not weight.numel() or not known:
         got = f"{weight.dtype} {tuple(weight.shape)}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine import selftest
 from engine.api import Item, ItemResult, ModelInfo
-from engine.attention.base import AttentionBackend, LayerMode
+from engine.attention.base import AttentionBackend
 from engine.attention.report import AttentionReport
 from engine.attention.select import make_backend
 from engine.batch import Packed, Placed, pack
@@ -24,7 +24,7 @@ from engine.models.config import from_hf
 from engine.models.layers import NATIVE, TORCH, Rows
 from engine.models.llama import LlamaModel
 from engine.sampling import Draw, accept, draw
-from engine.tokenizer import read_document
+from engine.tokenizer import check_vocabulary, read_document
 from engine.weights import Weights, fingerprint, read_json
 
 
@@ -182,7 +182,9 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     native = use_native(config.kernels)
     source = resolve_model(config.model)
     model_config = from_hf(read_json(source.directory / "config.json"))
-    limit = min(config.max_length or model_config.max_positions, model_config.max_positions)
+    limit = min(config.max_length or model_config.default_length, model_config.max_positions)
+    document = read_document(source.directory)
+    check_vocabulary(document, model_config.vocab_size)
     geometry = KVGeometry(
         layers=model_config.layer_count,
         kv_heads=model_config.kv_heads,
@@ -191,19 +193,25 @@ def load_engine(config: EngineConfig) -> NativeEngine:
         dtype=kv_dtype(config.kv_dtype),
     )
     cache = KVCache(geometry, page_count(config, geometry) + 1)
-    modes = [LayerMode()] * model_config.layer_count
     backend, report = make_backend(
-        config.attention_backend, cache, model_config.heads, modes, native, config.kv_bucket
+        config.attention_backend,
+        cache,
+        model_config.heads,
+        model_config.modes,
+        native,
+        config.kv_bucket,
     )
     weights = Weights(source.directory, weight_dtype(config.dtype))
     kernels = NATIVE if native else TORCH
     # Padding rows of a short block may stand past the limit.
-    model = LlamaModel(model_config, weights, kernels, limit + config.exact_width)
-    special = json.loads(read_document(source.directory))["special"]
+    model = LlamaModel(model_config, weights, kernels, limit, padding=config.exact_width)
+    special = json.loads(document)["special"]
     info = ModelInfo(
         name=source.name,
         fingerprint=fingerprint(source.directory),
-        numerics=numerics_fingerprint(config, native, report.chosen),
+        numerics=numerics_fingerprint(
+            config, native, report.chosen, limit if model_config.rope.kind == "dynamic" else 0
+        ),
         vocab_size=model_config.vocab_size,
         hidden_size=model_config.hidden_size,
         layer_count=model_config.layer_count,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.models.config import refuse, token_ids
+from engine.models.fields import refuse, token_ids
+from engine.weights import read_json
 
 TOKENIZER_FILE = "tokenizer_document.json"
 _CONTROL = 3  # GGUF token type
@@ -29,7 +30,24 @@ _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
             {"type": "ByteLevel", **_BYTE_LEVEL},
         ],
     },
+    # How Qwen2 and Qwen3 cut: contractions, words, single digits, signs, line ends, spaces.
+    "qwen2": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {
+                "type": "Split",
+                "pattern": {
+                    "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+                },
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            {"type": "ByteLevel", **_BYTE_LEVEL, "use_regex": False},
+        ],
+    },
 }
+_NORMALIZERS = {"qwen2": {"type": "NFC"}}
 
 
 def tokenizer_hash(document: bytes) -> str:
@@ -40,6 +58,36 @@ def read_document(directory: Path) -> bytes:
     """The document of a checkpoint directory: written at import (GGUF), or built from its files."""
     ready = directory / TOKENIZER_FILE
     return ready.read_bytes() if ready.is_file() else document_from_hf(directory)
+
+
+def check_vocabulary(document: bytes, vocab_size: int) -> None:
+    """Raises CheckpointError when the tokenizer can give ids that the model does not have, or the
+    text ends with such an id: a tokenizer of another model. Fewer ids than rows are usual.
+    """
+    parsed = json.loads(document)
+    highest = _highest_id(parsed["tokenizer"])
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer does not belong to the model: its highest id is {highest}; "
+            f"accepted: ids in [0, {vocab_size}), the model's vocabulary"
+        )
+    for token in parsed["special"]["eos_token_ids"]:
+        if not 0 <= token < vocab_size:
+            raise refuse("eos_token_id", token, f"ids in [0, {vocab_size}), the vocabulary")
+
+
+def _highest_id(tokenizer: Mapping[str, Any]) -> int:
+    """-1 without any token. A vocabulary is text -> id, or a list whose order gives the ids."""
+    try:
+        vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+        listed = isinstance(vocabulary, list)
+        known = range(len(vocabulary)) if listed else vocabulary.values()
+        added = [entry["id"] for entry in tokenizer.get("added_tokens") or []]
+        return max((int(token) for token in (*known, *added)), default=-1)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            "tokenizer.json is malformed; accepted: the format of the tokenizers library"
+        ) from None
 
 
 def document_from_gguf(fields: Mapping[str, Any]) -> bytes:
@@ -61,7 +109,7 @@ def document_from_gguf(fields: Mapping[str, Any]) -> bytes:
         "truncation": None,
         "padding": None,
         "added_tokens": [_added(i, tokens[i], types[i]) for i in _specials(types)],
-        "normalizer": None,
+        "normalizer": _NORMALIZERS.get(pre),
         "pre_tokenizer": _PRE_TOKENIZERS[pre],
         "post_processor": None,
         "decoder": {"type": "ByteLevel", **_BYTE_LEVEL},
@@ -106,14 +154,17 @@ def document_from_hf(directory: Path) -> bytes:
     """Builds the document from tokenizer.json and its companions."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError("checkpoint has no tokenizer.json")
-    tokenizer = json.loads(path.read_text())
+        raise CheckpointError(
+            "checkpoint has no tokenizer.json; accepted: the format of the tokenizers library"
+        )
+    tokenizer = read_json(path)
+    _highest_id(tokenizer)  # refuses what has another form
     options, model = (
         _optional(directory, "tokenizer_config.json"),
         _optional(directory, "config.json"),
     )
     generation = _optional(directory, "generation_config.json")
-    ids = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
+    ids = {entry.get("content"): entry["id"] for entry in tokenizer.get("added_tokens") or []}
 
     def text(key: str) -> str:
         value = options.get(f"{key}_token") or ""
@@ -144,7 +195,7 @@ def _chat_template(directory: Path, options: Mapping[str, Any]) -> str:
 
 def _optional(directory: Path, name: str) -> dict[str, Any]:
     path = directory / name
-    value = json.loads(path.read_text()) if path.is_file() else {}
+    value = read_json(path) if path.is_file() else {}
     return value if isinstance(value, dict) else {}
 
 

@@ -14,26 +14,61 @@ from torch import Tensor
 from engine.cache_dir import cache_root, write_atomically
 from engine.errors import CheckpointError
 
+_SUFFIX = ".safetensors"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# Stored types that a plain conversion reads rightly; anything else is quantised or no weight.
+_STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+def cause(error: Exception) -> str:
+    """What went wrong, without the path that messages of the system end with."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return str(error)
+
+
+def _unreadable(name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint file {name} cannot be read: {cause(error)}")
+
 
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint has no {path.name}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint file {path.name} is not valid JSON: {error}") from None
+    except OSError as error:
+        raise _unreadable(path.name, error) from None
+
+
+def weight_map(directory: Path) -> dict[str, str]:
+    """Tensor name -> shard, as the index says; empty for a checkpoint of one file."""
+    if (directory / SINGLE).is_file():
+        return {}
+    if not (directory / INDEX).is_file():
+        raise CheckpointError(
+            f"checkpoint has neither {SINGLE} nor {INDEX}; accepted: safetensors weights"
+        )
+    index = read_json(directory / INDEX)
+    entries = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(entries, dict) or not entries:
+        raise CheckpointError(f"{INDEX} has no weight_map; accepted: tensor names and their files")
+    for tensor, name in entries.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(_SUFFIX):
+            raise CheckpointError(
+                f"{INDEX} puts {tensor} into {name!r}; accepted: a *{_SUFFIX} file beside it"
+            )
+    return entries
 
 
 def shard_names(directory: Path) -> list[str]:
     """The safetensors files of a checkpoint: those of the index, or the single file."""
-    if (directory / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        raise CheckpointError("checkpoint has neither model.safetensors nor its index")
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    names = sorted(set(weight_map(directory).values())) or [SINGLE]
     missing = [name for name in names if not (directory / name).is_file()]
-    if missing or not names:
+    if missing:
         raise CheckpointError(f"checkpoint index names files that are missing: {missing}")
     return names
 
@@ -49,12 +84,21 @@ class Weights:
         self.dtype = dtype
         self._files: dict[str, Any] = {}
         self._taken: set[str] = set()
+        home: dict[str, str] = {}
         for name in shard_names(directory):
             try:
                 handle = safe_open(directory / name, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"checkpoint file {name} cannot be read: {error}") from None
-            self._files.update(dict.fromkeys(_names(handle), handle))
+                raise _unreadable(name, error) from None
+            for tensor in _names(handle):
+                if tensor in home:
+                    raise CheckpointError(f"tensor {tensor} is in {home[tensor]} and in {name}")
+                home[tensor], self._files[tensor] = name, handle
+        for tensor, name in weight_map(directory).items():
+            if home.get(tensor) != name:
+                raise CheckpointError(
+                    f"tensor {tensor} is missing from {name}, where {INDEX} puts it"
+                )
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -66,6 +110,11 @@ class Weights:
         if stored.get_shape() != list(shape):
             raise CheckpointError(
                 f"tensor {name} has shape {stored.get_shape()}, expected {list(shape)}"
+            )
+        if stored.get_dtype() not in _STORED:
+            accepted = ", ".join(_STORED.values())
+            raise CheckpointError(
+                f"tensor {name} has dtype {stored.get_dtype()}; accepted: {accepted}"
             )
         self._taken.add(name)
         tensor: Tensor = self._files[name].get_tensor(name)

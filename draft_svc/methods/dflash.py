@@ -95,8 +95,8 @@ class DFlashMethod(Method[DFlashContext]):
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
             rope_style="neox",
-            rope_theta=config.rope_theta,
-            rope_scaling="none",
+            rope_theta=config.rope.theta,
+            rope_scaling=config.rope.described,
             attention=loaded.model.attention,
             layer_attention=tuple(map(_describe, config.modes)),
         )

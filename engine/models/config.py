@@ -1,4 +1,4 @@
-"""The explicit internal description of a Llama-family target; nothing is inferred from names."""
+"""The explicit internal description of a target; nothing is inferred from names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.attention.base import LayerMode
 from engine.errors import CheckpointError
+from engine.models.fields import flag, number, positive, refuse, token_ids
+from engine.models.rope import Rope, extended_positions, parse_rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """`modes` has one entry per layer. `max_positions` is the most that a session may have."""
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -19,84 +26,197 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     rms_eps: float
-    rope_theta: float
+    rope: Rope
     max_positions: int
     tied_head: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    head_norms: bool
+    modes: tuple[LayerMode, ...]
     bos_token_id: int | None
     pad_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def default_length(self) -> int:
+        """Longest session where the settings name none. `dynamic` scaling turns all positions
+        otherwise once the limit is above the original length, so that is left to the settings.
+        """
+        dynamic = self.rope.kind == "dynamic"
+        return self.rope.original_positions if dynamic else self.max_positions
 
-def refuse(key: str, value: object, accepted: str) -> CheckpointError:
-    return CheckpointError(f"config {key} = {value!r} is not supported; accepted: {accepted}")
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model type fixes. A bias is fixed, or a flag of the config; `defaults` are what
+    transformers assumes where a config.json is silent.
+    """
+
+    architecture: str
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    head_norms: bool = False
+    defaults: tuple[tuple[str, Any], ...] = ()
 
 
-def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise refuse(key, value, "a positive integer")
+_QWEN = (
+    ("num_key_value_heads", 32),
+    ("max_position_embeddings", 32768),
+    ("use_sliding_window", False),
+    ("sliding_window", 4096),
+    ("max_window_layers", 28),
+)
+_MISTRAL = (
+    ("num_key_value_heads", 8),
+    ("max_position_embeddings", 131072),
+    ("sliding_window", 4096),
+)
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        "mlp_bias",
+        defaults=(("max_position_embeddings", 2048),),
+    ),
+    "mistral": Family("MistralForCausalLM", defaults=_MISTRAL),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, defaults=_QWEN),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        head_norms=True,
+        defaults=(*_QWEN, ("head_dim", 128)),
+    ),
+}
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+)
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    if config.get("architectures") not in (None, [family.architecture]):
+        raise refuse("architectures", config["architectures"], f"['{family.architecture}']")
+    for key in _EXPERTS:
+        if config.get(key):
+            raise refuse(key, config[key], "dense models only, without experts")
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key) is not None:
+            inner = config[key] if isinstance(config[key], Mapping) else {}
+            kind = inner.get("quant_method", "present")
+            raise refuse(f"{key}.quant_method", kind, "weights in bf16, fp16 or fp32")
+    fixed: tuple[tuple[str, Any], ...] = (
+        ("hidden_act", "silu"),
+        ("use_mrope", False),
+        ("rope_interleaved", False),
+    )
+    for key, accepted in fixed:
+        if config.get(key, accepted) != accepted:
+            raise refuse(key, config[key], repr(accepted))
+
+
+def layer_types(config: Mapping[str, Any], count: int) -> list[str] | None:
+    """`layer_types`, checked; None where the config has none."""
+    types = config.get("layer_types")
+    if not types:
+        return None
+    if not isinstance(types, list) or len(types) != count or set(types) - {FULL, SLIDING}:
+        raise refuse("layer_types", types, f"{count} of {FULL}, {SLIDING}")
+    return types
+
+
+def _modes(config: Mapping[str, Any], count: int) -> tuple[LayerMode, ...]:
+    """Windows per layer. Mistral: `sliding_window` on every layer. Qwen: with `use_sliding_window`
+    from layer `max_window_layers` on, or where `layer_types` says so. Llama has none.
+    """
+    model_type, types = config["model_type"], layer_types(config, count)
+    windowed: list[bool]
+    if model_type == "mistral":
+        windowed = [config.get("sliding_window") is not None] * count
+        if types and windowed != [kind == SLIDING for kind in types]:
+            raise refuse("layer_types", types, "what sliding_window says, for every layer")
+    elif model_type == "llama" or not flag(config, "use_sliding_window"):
+        windowed = [False] * count
+        if types and SLIDING in types:
+            raise refuse("layer_types", types, f"{FULL} only without use_sliding_window")
+    elif config.get("sliding_window") is None:
+        windowed = [False] * count
+    elif types:
+        windowed = [kind == SLIDING for kind in types]
+    else:
+        first = config["max_window_layers"]
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise refuse("max_window_layers", first, "a number of layers, 0 or more")
+        windowed = [index >= first for index in range(count)]
+    window = positive(config, "sliding_window") if any(windowed) else None
+    return tuple(LayerMode(window=window if here else None) for here in windowed)
+
+
+def read_heads(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
+    """Query heads, KV heads and head_dim. An absent head_dim is hidden / heads."""
+    heads = positive(config, "num_attention_heads")
+    silent = config.get("num_key_value_heads") is None
+    kv_heads = heads if silent else positive(config, "num_key_value_heads")
+    if heads % kv_heads:
+        raise refuse("num_key_value_heads", kv_heads, f"a divisor of {heads}")
+    if config.get("head_dim") is not None:
+        return heads, kv_heads, positive(config, "head_dim")
+    if hidden % heads:
+        raise refuse("num_attention_heads", heads, f"a divisor of {hidden}, or a head_dim")
+    return heads, kv_heads, hidden // heads
+
+
+def _special_id(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise refuse(key, value, "an id")
     return value
 
 
-def rope_theta(config: Mapping[str, Any], default: float) -> float:
-    """One source of theta: `rope_theta` or `rope_parameters`; two that disagree are refused."""
-    found: dict[str, float] = {}
-    if config.get("rope_theta") is not None:
-        found["rope_theta"] = float(config["rope_theta"])
-    for key in ("rope_parameters", "rope_scaling"):
-        values = config.get(key)
-        if values is None:
-            continue
-        kind = values.get("rope_type", values.get("type", "default"))
-        if kind != "default":
-            raise refuse(f"{key}.rope_type", kind, "default")
-        if values.get("rope_theta") is not None:
-            found[f"{key}.rope_theta"] = float(values["rope_theta"])
-    if len(set(found.values())) > 1:
-        raise CheckpointError(f"config gives conflicting rope theta: {found}")
-    return next(iter(found.values()), default)
-
-
-def token_ids(value: object) -> tuple[int, ...]:
-    """`eos_token_id` may be absent, one id or a list."""
-    if value is None:
-        return ()
-    if isinstance(value, int):
-        return (value,)
-    if isinstance(value, list) and all(isinstance(item, int) for item in value):
-        return tuple(value)
-    raise refuse("eos_token_id", value, "an id or a list of ids")
-
-
-def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Reads a Hugging Face config.json of the Llama family; refuses by name what the engine does
-    not do.
+def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads a Hugging Face config.json of a supported family; refuses by name what the engine does
+    not do. Raises CheckpointError.
     """
-    if config.get("model_type") != "llama":
-        raise refuse("model_type", config.get("model_type"), "llama")
-    for key, accepted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if config.get(key, accepted) != accepted:
-            raise refuse(key, config[key], repr(accepted))
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise refuse("partial_rotary_factor", config["partial_rotary_factor"], "1.0")
-    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
-    kv_heads = positive(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise refuse("num_key_value_heads", kv_heads, f"a divisor of {heads}")
-    head_dim = config.get("head_dim")
+    if not isinstance(raw, Mapping):
+        raise CheckpointError("config.json is not a JSON object")
+    model_type = raw.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise refuse("model_type", model_type, ", ".join(FAMILIES))
+    _refuse_unsupported(raw, family)
+    config = dict(family.defaults) | dict(raw)
+
+    def bias(rule: bool | str) -> bool:
+        return flag(config, rule) if isinstance(rule, str) else rule
+
+    layer_count, hidden = positive(config, "num_hidden_layers"), positive(config, "hidden_size")
+    heads, kv_heads, head_dim = read_heads(config, hidden)
+    positions = positive(config, "max_position_embeddings")
+    rope = parse_rope(config, head_dim, positions, default_theta=10000.0)
     return ModelConfig(
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=positive(config, "intermediate_size"),
-        layer_count=positive(config, "num_hidden_layers"),
+        layer_count=layer_count,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=hidden // heads if head_dim is None else positive(config, "head_dim"),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=rope_theta(config, default=10000.0),
-        max_positions=positive(config, "max_position_embeddings", 2048),
-        tied_head=bool(config.get("tie_word_embeddings", False)),
-        bos_token_id=config.get("bos_token_id"),
-        pad_token_id=config.get("pad_token_id"),
+        head_dim=head_dim,
+        rms_eps=number(config, "rms_norm_eps", 1e-6),
+        rope=rope,
+        max_positions=extended_positions(rope, positions),
+        tied_head=flag(config, "tie_word_embeddings"),
+        qkv_bias=bias(family.qkv_bias),
+        out_bias=bias(family.out_bias),
+        mlp_bias=bias(family.mlp_bias),
+        head_norms=family.head_norms,
+        modes=_modes(config, layer_count),
+        bos_token_id=_special_id(config, "bos_token_id"),
+        pad_token_id=_special_id(config, "pad_token_id"),
         eos_token_ids=token_ids(config.get("eos_token_id")),
     )

@@ -26,7 +26,8 @@ from engine.kv.pool import PagePool, PageTable
 from engine.linear import Linear, pack_linear
 from engine.models.config import ModelConfig, from_hf
 from engine.models.dflash_config import DFlashConfig, parse_dflash
-from engine.models.layers import NATIVE, TORCH, rope_tables
+from engine.models.layers import NATIVE, TORCH, head_norm
+from engine.models.rope import rope_tables
 from engine.weights import Weights, fingerprint, read_json
 
 
@@ -101,7 +102,7 @@ class DFlashModel:
         self._embedding = embedding
         rows = options.head_rows or head.shape[0]
         self._head = pack_linear(head[:rows], self._mode)
-        self._cos, self._sin = rope_tables(config.rope_theta, config.head_dim, config.max_positions)
+        self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_positions)
         d = config.hidden_size
         self._fc = pack_linear(draft.take("fc.weight", d, config.row_width), self._mode)
         self._hidden_norm = draft.take("hidden_norm.weight", d).float()
@@ -146,9 +147,7 @@ class DFlashModel:
         return w_kv
 
     def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Norm of each head of x [rows, heads * head_dim]."""
-        heads = x.reshape(-1, self.config.head_dim)
-        return self.kernels.rms_norm(heads, weight, self.config.rms_eps).view(x.shape[0], -1)
+        return head_norm(self.kernels, x, weight, self.config.rms_eps)
 
     @torch.inference_mode()
     def write_context(self, table: PageTable, start: int, rows: Tensor, origin: int = 0) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 from engine.attention.base import LayerMode
 from engine.errors import CheckpointError
-from engine.models.config import ModelConfig, positive, refuse, rope_theta
+from engine.models.config import FULL, SLIDING, ModelConfig, layer_types, read_heads
+from engine.models.fields import number, positive, refuse
+from engine.models.rope import Rope, extended_positions, parse_rope
 
 DEFAULT_ROPE_THETA = 1e6
 
@@ -33,7 +35,7 @@ class DFlashConfig:
     kv_heads: int
     head_dim: int
     rms_eps: float
-    rope_theta: float
+    rope: Rope
     max_positions: int
     vocab_size: int
     block_size: int
@@ -62,15 +64,13 @@ def layer_modes(config: Mapping[str, Any]) -> tuple[LayerMode, ...]:
     """
     count = positive(config, "num_hidden_layers")
     nested = config.get("dflash_config", {})
-    types = config.get("layer_types") or ["full_attention"] * count
-    if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
-        raise refuse("layer_types", types, f"{count} of full_attention, sliding_attention")
+    types = layer_types(config, count) or [FULL] * count
     explicit = config.get("is_causal")
     if explicit is None:
         explicit = nested.get("causal")
     modes = []
     for kind in types:
-        sliding = kind == "sliding_attention"
+        sliding = kind == SLIDING
         window: int | None = None
         if nested.get("use_swa"):
             window = positive(nested, "swa_window_size", config.get("sliding_window"))
@@ -156,12 +156,9 @@ def parse_dflash(config: Mapping[str, Any], target: ModelConfig) -> DFlashConfig
     ):
         if value != expected:
             raise refuse(key, value, f"{expected}, the target's")
-    heads, kv_heads = (
-        positive(config, "num_attention_heads"),
-        positive(config, "num_key_value_heads"),
-    )
-    if heads % kv_heads:
-        raise refuse("num_key_value_heads", kv_heads, f"a divisor of {heads}")
+    heads, kv_heads, head_dim = read_heads(config, hidden)
+    positions = positive(config, "max_position_embeddings")
+    rope = parse_rope(config, head_dim, positions, DEFAULT_ROPE_THETA)
     block = positive(nested, "block_size", config.get("block_size"))
     if block < 2:
         raise refuse("block_size", block, "2 or more")
@@ -171,10 +168,11 @@ def parse_dflash(config: Mapping[str, Any], target: ModelConfig) -> DFlashConfig
         layer_count=positive(config, "num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=positive(config, "head_dim", hidden // heads),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=rope_theta(config, default=DEFAULT_ROPE_THETA),
-        max_positions=positive(config, "max_position_embeddings"),
+        head_dim=head_dim,
+        rms_eps=number(config, "rms_norm_eps", 1e-6),
+        rope=rope,
+        # Keys of a draft do not turn again either: `dynamic` stays at the original length.
+        max_positions=positions if rope.kind == "dynamic" else extended_positions(rope, positions),
         vocab_size=target.vocab_size,
         block_size=block,
         mask_token_id=_mask_id(config, nested, target),

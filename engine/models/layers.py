@@ -1,4 +1,4 @@
-"""Parts that target and drafters share: the choice of kernels, RoPE tables, the gated MLP."""
+"""Parts that target and drafters share: the choice of kernels, projections, the gated MLP."""
 
 from __future__ import annotations
 
@@ -56,17 +56,23 @@ class Rows:
     plan: Any
 
 
-def rope_tables(theta: float, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, head_dim / 2] of the half-split rotation."""
-    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return angles.cos(), angles.sin()
+def head_norm(kernels: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm of each head of x [rows, heads * head_dim]; weight [head_dim]."""
+    heads = x.reshape(-1, weight.shape[0])
+    return kernels.rms_norm(heads, weight, eps).view(x.shape[0], -1)
 
 
-def fused(weights: Weights, mode: Mode, parts: dict[str, int], columns: int) -> Linear:
-    """One product for several projections of the same input: their rows one below the other."""
-    stacked = torch.cat([weights.take(name, rows, columns) for name, rows in parts.items()])
-    return pack_linear(stacked, mode)
+def projection(
+    weights: Weights, mode: Mode, parts: dict[str, int], columns: int, bias: bool = False
+) -> Linear:
+    """One product for projections of the same input: their rows one below the other. `parts` maps
+    a projection's name to its rows.
+    """
+    stacked = torch.cat([weights.take(f"{n}.weight", rows, columns) for n, rows in parts.items()])
+    offsets = None
+    if bias:
+        offsets = torch.cat([weights.take(f"{n}.bias", rows) for n, rows in parts.items()])
+    return pack_linear(stacked, mode, offsets)
 
 
 def norm_weight(weights: Weights, name: str, width: int) -> Tensor:
@@ -77,12 +83,18 @@ class Mlp:
     """down(silu(gate(x)) * up(x)) with gate and up as one product."""
 
     def __init__(
-        self, weights: Weights, prefix: str, hidden: int, inner: int, kernels: Kernels
+        self,
+        weights: Weights,
+        prefix: str,
+        hidden: int,
+        inner: int,
+        kernels: Kernels,
+        bias: bool = False,
     ) -> None:
-        both = {f"{prefix}.gate_proj.weight": inner, f"{prefix}.up_proj.weight": inner}
-        self.gate_up = fused(weights, kernels.mode, both, hidden)
-        down = weights.take(f"{prefix}.down_proj.weight", hidden, inner)
-        self.down = pack_linear(down, kernels.mode)
+        both = {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner}
+        self.gate_up = projection(weights, kernels.mode, both, hidden, bias)
+        down = {f"{prefix}.down_proj": hidden}
+        self.down = projection(weights, kernels.mode, down, inner, bias)
         self._silu_mul = kernels.silu_mul
 
     def __call__(self, x: Tensor) -> Tensor:

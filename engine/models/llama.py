@@ -1,20 +1,24 @@
-"""The Llama family over packed ragged rows: any mix of prompt chunks and verify blocks in one
-forward.
+"""Llama, Mistral, Qwen2 and Qwen3 over packed ragged rows: any mix of prompt chunks and verify
+blocks in one forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
+from engine.errors import CheckpointError
 from engine.kv.cache import KVCache
 from engine.linear import Linear, pack_linear
 from engine.models.config import ModelConfig
-from engine.models.layers import Kernels, Mlp, Rows, fused, norm_weight, rope_tables
+from engine.models.layers import Kernels, Mlp, Rows, head_norm, norm_weight, projection
+from engine.models.rope import rope_tables
 from engine.weights import Weights
 
+_HEAD = "lm_head.weight"
 _REDUNDANT = ("rotary_emb.inv_freq",)  # older checkpoints store what the config already says
 
 
@@ -24,13 +28,20 @@ class LlamaLayer:
     def __init__(self, index: int, c: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         prefix = f"model.layers.{index}"
         query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        names = ("q_proj", "k_proj", "v_proj")
-        widths = zip(names, (query, kv, kv), strict=True)
-        parts = {f"{prefix}.self_attn.{name}.weight": rows for name, rows in widths}
-        self.qkv = fused(weights, kernels.mode, parts, c.hidden_size)
-        out = weights.take(f"{prefix}.self_attn.o_proj.weight", c.hidden_size, query)
-        self.out = pack_linear(out, kernels.mode)
-        self.mlp = Mlp(weights, f"{prefix}.mlp", c.hidden_size, c.intermediate_size, kernels)
+        widths = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        parts = {f"{prefix}.self_attn.{name}": rows for name, rows in widths.items()}
+        self.qkv = projection(weights, kernels.mode, parts, c.hidden_size, c.qkv_bias)
+        out = {f"{prefix}.self_attn.o_proj": c.hidden_size}
+        self.out = projection(weights, kernels.mode, out, query, c.out_bias)
+        self.q_norm = self.k_norm = None
+        if c.head_norms:
+            self.q_norm, self.k_norm = (
+                norm_weight(weights, f"{prefix}.self_attn.{name}.weight", c.head_dim)
+                for name in ("q_norm", "k_norm")
+            )
+        self.mlp = Mlp(
+            weights, f"{prefix}.mlp", c.hidden_size, c.intermediate_size, kernels, c.mlp_bias
+        )
         self.norm = norm_weight(weights, f"{prefix}.input_layernorm.weight", c.hidden_size)
         self.mlp_norm = norm_weight(
             weights, f"{prefix}.post_attention_layernorm.weight", c.hidden_size
@@ -41,8 +52,14 @@ class LlamaModel:
     """Weights and the forward. The caller owns pages, slots and the attention plan."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kernels: Kernels, max_length: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kernels: Kernels,
+        max_length: int,
+        padding: int = 0,
     ) -> None:
+        """`max_length` bounds sessions; up to `padding` rows of a step may stand behind it."""
         c = self.config = config
         self.kernels = kernels
         embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
@@ -50,8 +67,8 @@ class LlamaModel:
         self.head = load_head(config, weights, kernels, embedding)
         self.layers = [LlamaLayer(i, c, weights, kernels) for i in range(c.layer_count)]
         self.norm = norm_weight(weights, "model.norm.weight", c.hidden_size)
-        weights.finish(_REDUNDANT if not c.tied_head else (*_REDUNDANT, "lm_head.weight"))
-        self.cos, self.sin = rope_tables(c.rope_theta, c.head_dim, max_length)
+        weights.finish(_REDUNDANT)
+        self.cos, self.sin = rope_tables(c.rope, c.head_dim, max_length + padding, max_length)
 
     @property
     def rows_independent(self) -> bool:
@@ -100,6 +117,9 @@ class LlamaModel:
         qkv = layer.qkv(x)
         q = qkv[:, :query]
         k, v = qkv[:, query : query + kv], qkv[:, query + kv :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = head_norm(self.kernels, q, layer.q_norm, c.rms_eps)
+            k = head_norm(self.kernels, k, layer.k_norm, c.rms_eps)
         self.kernels.rope_kv_write(
             q, k, v, self.cos, self.sin, rows.positions, cache.k[index], cache.v[index], rows.slots
         )
@@ -110,9 +130,14 @@ def load_head(
     config: ModelConfig, weights: Weights, kernels: Kernels, embedding: Tensor, rows: int = 0
 ) -> Linear:
     """The output head, tied or its own; `rows` > 0 keeps only the first rows (a trimmed head for
-    drafting).
+    drafting). A tied checkpoint may hold a copy of the embedding under the head's name.
     """
     full = embedding
-    if not config.tied_head:
-        full = weights.take("lm_head.weight", config.vocab_size, config.hidden_size)
+    if not config.tied_head or _HEAD in weights:
+        full = weights.take(_HEAD, config.vocab_size, config.hidden_size)
+        if config.tied_head and not torch.equal(full, embedding):
+            raise CheckpointError(
+                f"tensor {_HEAD} differs from the embedding; accepted with tie_word_embeddings: "
+                "an equal copy, or none"
+            )
     return pack_linear(full[:rows] if rows else full, kernels.mode)

@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.attention.base import LayerMode
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
-from engine.models.config import rope_theta
 from engine.models.dflash import Block, DFlashModel, DFlashOptions, load_dflash
 from engine.models.dflash_config import layer_modes
+from engine.models.rope import rope_theta
 from tests.engine.tiny import HIDDEN, KERNELS, VOCAB, write_llama
 
 HEADS, KV_HEADS, DIM, INNER, BLOCK, MASK, TAPS = 4, 2, 24, 80, 5, 9, (0, 3)
@@ -128,13 +128,16 @@ def reference_block(
     head: Tensor,
     taps: Tensor,
     anchor: int,
+    stretch: float = 1.0,
 ) -> Tensor:
-    """Logits [BLOCK, vocabulary] of one block whose context is every row of `taps`, in fp64."""
+    """Logits [BLOCK, vocabulary] of one block whose context is every row of `taps`, in fp64;
+    linear scaling divides positions by `stretch`.
+    """
     w = {name: tensor.double() for name, tensor in state.items()}
     start = len(taps)
     context = norm(taps.double() @ w["fc.weight"].T, w["hidden_norm.weight"])
     h = embedding.double()[[anchor] + [MASK] * (BLOCK - 1)]
-    keys_at = torch.arange(start + BLOCK).double()
+    keys_at = torch.arange(start + BLOCK).double() / stretch
     for i, mode in enumerate(modes):
         layer = {n.split(".", 2)[2]: t for n, t in w.items() if n.startswith(f"layers.{i}.")}
 
@@ -196,6 +199,24 @@ def test_block_logits_follow_the_equations(
         head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
         expected = reference_block(state, modes, embedding, head, taps, anchor)[1:]
         torch.testing.assert_close(own.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_draft_has_its_own_rope_scaling_df33_df34(tmp_path: Path, target: Path) -> None:
+    """Scaling comes from the draft's config alone, and its table reaches as far as it scales."""
+    change = {"rope_scaling": {"type": "linear", "factor": 2.5}}
+    state, taps = write_draft(tmp_path, change), rows(40, 3)
+    model, weights = load(tmp_path, target), load_file(target / "model.safetensors")
+    assert (model.config.max_positions, model.config.rope.described) == (640, "linear 2.5 of 256")
+    head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+    modes = [LayerMode(False)] * 3
+    expected = reference_block(state, modes, embedding, head, taps, 7, stretch=2.5)[1:]
+    own = model.propose_logits([Block(context(model, taps), 7, 40)])[0]
+    torch.testing.assert_close(own.double(), expected, atol=1e-4, rtol=1e-4)
+    far = model.pool.allocate(0)
+    model.write_context(far, 600, taps[:20], origin=600)
+    assert model.propose_logits([Block(far, 7, 620, origin=600)]).isfinite().all()
+    write_draft(tmp_path, {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert load(tmp_path, target).config.max_positions == 256
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -272,7 +293,10 @@ def without(key: str) -> dict[str, Any]:
         pytest.param(
             {"rope_parameters": {"rope_theta": 1e6}}, "conflicting rope theta", id="df9-theta"
         ),
-        pytest.param({"rope_scaling": {"rope_type": "yarn"}}, "rope_type", id="rope-scaling"),
+        pytest.param({"rope_scaling": {"rope_type": "longrope"}}, "rope_type", id="rope-scaling"),
+        pytest.param(
+            {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor", id="rope-no-factor"
+        ),
         pytest.param({"layer_types": [S, F, F]}, "sliding_window", id="window-missing"),
         pytest.param({"layer_types": [F, F]}, "layer_types", id="layer-count"),
         pytest.param({"block_size": 1}, "block_size", id="block-too-small"),

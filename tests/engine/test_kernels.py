@@ -13,7 +13,7 @@ import torch
 
 from engine.kernels.cpu import ops
 from engine.kernels.cpu.reference import rotate_ref
-from engine.linear import NativeLinear, pack_linear
+from engine.linear import Mode, NativeLinear, pack_linear
 from engine.noise import gumbel, philox
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -40,8 +40,21 @@ def test_linear_matches_and_rows_stand_alone(depth: int, columns: int, dtype: to
     full = linear(x)
     torch.testing.assert_close(full.double(), x.double() @ weight.double().T, atol=2e-4, rtol=1e-5)
     alone = torch.cat([linear(x[i : i + 1]) for i in range(20)])
+    assert linear(x[:0]).shape == (0, columns)
     for rows in (*range(1, 21), 70):
         assert torch.equal(linear(x[:rows])[:20], alone[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("mode", ["native", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_is_added_in_fp32(dtype: torch.dtype, mode: Mode) -> None:
+    weight, bias = torch.randn(40, 64).to(dtype), torch.randn(40).to(dtype)
+    x = torch.randn(5, 64)
+    biased, plain = pack_linear(weight, mode, bias), pack_linear(weight, mode)
+    assert torch.equal(biased(x), plain(x) + bias.float())
+    assert torch.equal(biased(x), biased(x))  # the bias itself is not added to
+    assert biased.rows_independent == plain.rows_independent
+    assert (biased.in_features, biased.out_features) == (64, 40)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,9 +116,12 @@ def test_silu_mul(width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_query", [True, False])
-def test_rope_and_kv_write(dtype: torch.dtype, with_query: bool) -> None:
-    heads, kv_heads, dim, rows = 6, 2, 64, 50
+@pytest.mark.parametrize(
+    ("dim", "with_query"),
+    [(64, True), (64, False), (80, True), (96, False), (2, True), (14, True), (1024, True)],
+)
+def test_rope_and_kv_write(dtype: torch.dtype, dim: int, with_query: bool) -> None:
+    heads, kv_heads, rows = 6, 2, 50
     fused = torch.randn(rows, (heads + 2 * kv_heads) * dim)
     q, k, v = fused.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
     angles = torch.outer(torch.arange(300.0), torch.rand(dim // 2))

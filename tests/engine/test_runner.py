@@ -10,7 +10,7 @@ import torch
 
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
-from engine.errors import BackendUnavailable, CheckpointError, OutOfPages
+from engine.errors import BackendUnavailable, CheckpointError, OutOfPages, SettingRefused
 from engine.runner import NativeEngine, load_engine
 from tests.engine.tiny import HIDDEN, KERNELS, VOCAB, load_tiny, random_ids, run, write_llama
 
@@ -146,6 +146,9 @@ def test_native_rows_are_independent(directory: Path) -> None:
 def test_start_up_refusals(directory: Path) -> None:
     with pytest.raises(BackendUnavailable, match="device 'cuda'"):
         load_tiny(directory, device="cuda")
+    for field, value in (("dtype", "float8"), ("kv_dtype", "int8"), ("kernels", "triton")):
+        with pytest.raises(SettingRefused, match=f"^{field} = '{value}' .* accepted: auto, "):
+            load_tiny(directory, **{field: value})
     with pytest.raises(BackendUnavailable, match="TORCH_SDPA"):
         load_tiny(directory, attention_backend="FLASHINFER")
     with pytest.raises(CheckpointError, match="kv_memory_mb"):

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
+from transformers import Qwen2Tokenizer
 
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.default_model import packaged_gguf, resolve_model, tokenizer_document, tokenizer_hash
 from engine.errors import CheckpointError
-from engine.gguf_import import hf_name
+from engine.gguf_import import ARCHITECTURES, hf_name
 from engine.runner import load_engine
-from engine.weights import fingerprint, shard_names
-from tests.engine.tiny import load_tiny, random_ids, reference, run, write_llama
+from engine.tokenizer import document_from_gguf
+from engine.weights import cause, fingerprint, shard_names
+from tests.engine.tiny import (
+    load_tiny,
+    random_ids,
+    reference,
+    rewrite_config,
+    run,
+    write_llama,
+    write_model,
+)
 
 Change = Callable[[dict[str, Tensor]], object]
 
@@ -39,6 +50,15 @@ def extra(state: dict[str, Tensor]) -> None:
     state["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
 
 
+def quantised(state: dict[str, Tensor]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name] = torch.zeros(state[name].shape, dtype=torch.int8)
+
+
+def other_head(state: dict[str, Tensor]) -> None:
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
+
+
 def misshapen(state: dict[str, Tensor]) -> None:
     state["model.norm.weight"] = torch.zeros(63)
 
@@ -46,11 +66,12 @@ def misshapen(state: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (quantised, r"layers\.1\.mlp\.up_proj\.weight has dtype I8; accepted: bfloat16"),
         (missing, r"layers\.2\.mlp\.up_proj\.weight is missing"),
         (extra, r"not part of the model.*q_proj\.bias"),
         (misshapen, r"model\.norm\.weight has shape \[63\], expected \[64\]"),
     ],
-    ids=["missing", "extra-df18", "misshapen"],
+    ids=["quantised", "missing", "extra-df18", "misshapen"],
 )
 def test_loading_is_strict(tmp_path: Path, change: Change, words: str) -> None:
     write_llama(tmp_path)
@@ -59,6 +80,68 @@ def test_loading_is_strict(tmp_path: Path, change: Change, words: str) -> None:
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=words):
         load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_parts_of_a_family_are_required_df18(tmp_path: Path, family: str) -> None:
+    write_model(tmp_path, family, head_dim=16)
+    state = load_file(tmp_path / "model.safetensors")
+    part = {"qwen2": "k_proj.bias", "qwen3": "q_norm.weight"}[family]
+    removed = state.pop(f"model.layers.3.self_attn.{part}")
+    save_file(state, tmp_path / "model.safetensors")
+    words = rf"layers\.3\.self_attn\.{part} is missing, expected shape \[{len(removed)}\]"
+    with pytest.raises(CheckpointError, match=words):
+        load_tiny(tmp_path)
+
+
+def test_redundant_tensors_are_accepted(tmp_path: Path) -> None:
+    """Old rotary buffers, and the head of a tied model while it equals the embedding."""
+    model = write_llama(tmp_path, tie_word_embeddings=True)
+    state = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in state
+    for layer in range(4):
+        state[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    engine, ids = load_tiny(tmp_path), random_ids(9)
+    (logits,), _ = run(engine, [(engine.allocate(16), ids, 0)])
+    torch.testing.assert_close(logits, reference(model, ids), atol=1e-4, rtol=1e-4)
+    other_head(state)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs .* an equal copy, or none"):
+        load_tiny(tmp_path)
+
+
+def test_half_precision_weights_are_read(tmp_path: Path) -> None:
+    model = write_llama(tmp_path)
+    model.half().save_pretrained(tmp_path)
+    engine, ids = load_tiny(tmp_path), random_ids(9)
+    (logits,), _ = run(engine, [(engine.allocate(16), ids, 0)])
+    # Turned back: the weights stay rounded, the buffers of RoPE are made anew.
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(logits, reference(again, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_own_head_is_required_where_the_config_says_so(tmp_path: Path) -> None:
+    write_llama(tmp_path, tie_word_embeddings=True)
+    rewrite_config(tmp_path, {"tie_word_embeddings": False})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing, expected shape"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 1000, -1])
+def test_truncated_weights_are_named_without_a_path(tmp_path: Path, kept: int) -> None:
+    write_llama(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: ") as refusal:
+        load_tiny(tmp_path)
+    assert str(tmp_path) not in str(refusal.value)
+
+
+def test_messages_of_the_system_lose_their_path() -> None:
+    assert cause(PermissionError(13, "Permission denied", "/secret/model")) == "Permission denied"
+    assert cause(OSError("/secret")) == "OSError"
 
 
 def test_corrupt_files_are_named(tmp_path: Path) -> None:
@@ -92,6 +175,61 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, reference(model, ids), atol=1e-4, rtol=1e-4)
 
 
+def shards(directory: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """Cuts the checkpoint into two files with an index; both as they were written."""
+    write_llama(directory)
+    state = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    home = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(sorted(state))}
+    parts = {
+        part: {name: tensor for name, tensor in state.items() if home[name] == part}
+        for part in set(home.values())
+    }
+    for part, tensors in parts.items():
+        save_file(tensors, directory / part)
+    write_index(directory, home)
+    return parts, home
+
+
+def write_index(directory: Path, home: object) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": home}))
+
+
+def test_shards_must_hold_what_the_index_says(tmp_path: Path) -> None:
+    parts, home = shards(tmp_path)
+    norm = "model.norm.weight"
+    here, there = home[norm], next(part for part in parts if part != home[norm])
+    save_file(parts[there] | {norm: parts[here][norm]}, tmp_path / there)
+    with pytest.raises(CheckpointError, match=rf"{norm} is in part-0\.safetensors and in part-1"):
+        load_tiny(tmp_path)
+    save_file(parts[there], tmp_path / there)
+    save_file({n: t for n, t in parts[here].items() if n != norm}, tmp_path / here)
+    with pytest.raises(CheckpointError, match=rf"{norm} is missing from {here}, where model\.saf"):
+        load_tiny(tmp_path)
+    (tmp_path / here).write_bytes((tmp_path / there).read_bytes()[:500])
+    with pytest.raises(CheckpointError, match=rf"checkpoint file {here} cannot be read"):
+        load_tiny(tmp_path)
+    (tmp_path / here).unlink()
+    with pytest.raises(CheckpointError, match=rf"names files that are missing: \['{here}'\]"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("home", "words"),
+    [
+        ({}, "has no weight_map"),
+        (["part-0.safetensors"], "has no weight_map"),
+        ({"model.norm.weight": "../part-0.safetensors"}, r"'\.\./part-0\.safetensors'; accepted"),
+        ({"model.norm.weight": "part-0.bin"}, r"'part-0\.bin'; accepted"),
+        ({"model.norm.weight": 0}, "0; accepted"),
+    ],
+)
+def test_index_refusals(tmp_path: Path, home: object, words: str) -> None:
+    write_index(tmp_path, home)
+    with pytest.raises(CheckpointError, match=words):
+        shard_names(tmp_path)
+
+
 def test_fingerprint_covers_config_and_weights(tmp_path: Path, cache: Path) -> None:
     write_llama(tmp_path)
     first = fingerprint(tmp_path)
@@ -105,9 +243,19 @@ def test_fingerprint_covers_config_and_weights(tmp_path: Path, cache: Path) -> N
     assert len({first, second, fingerprint(tmp_path)}) == 3
 
 
-def write_gguf(path: Path, state: dict[str, Tensor], permuted: bool = True) -> None:
-    """The tiny model as GGUF, Q and K rows interleaved as llama.cpp's converter leaves them."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(
+    path: Path,
+    state: dict[str, Tensor],
+    architecture: str = "llama",
+    metadata: Mapping[str, float] | None = None,
+) -> None:
+    """The tiny model as GGUF; of arch llama, and only there, llama.cpp's converter leaves the Q and
+    K rows interleaved.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (metadata or {}).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{architecture}.{key}", value)
     writer.add_block_count(4)
     writer.add_context_length(512)
     writer.add_embedding_length(64)
@@ -117,17 +265,17 @@ def write_gguf(path: Path, state: dict[str, Tensor], permuted: bool = True) -> N
     writer.add_rope_freq_base(5000.0)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre("smollm" if architecture == "llama" else "qwen2")
     alphabet = [chr(0x100 + i) for i in range(93)]
     writer.add_token_list(["<pad>", "<bos>", "<eos>", *alphabet])
     writer.add_token_types([3, 3, 3, *[1] * 93])
     writer.add_token_merges(["\u0120 \u0121"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    back = {hf_name(name): name for name in gguf_names()}
+    back = {hf_name(name, architecture): name for name in gguf_names(architecture)}
     for name, tensor in state.items():
         heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2], 0)
-        if heads and permuted:
+        if heads and architecture == "llama":
             rows, columns = tensor.shape
             tensor = tensor.view(heads, 2, -1, columns).transpose(1, 2).reshape(rows, columns)
         writer.add_tensor(back[name], tensor.float().numpy())
@@ -137,19 +285,30 @@ def write_gguf(path: Path, state: dict[str, Tensor], permuted: bool = True) -> N
     writer.close()
 
 
-def gguf_names() -> list[str]:
+def gguf_names(architecture: str) -> list[str]:
     attention = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"]
-    parts = [*attention, "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
-    layers = [f"blk.{i}.{part}.weight" for i in range(4) for part in parts]
+    parts = [f"{part}.weight" for part in attention]
+    parts += ["ffn_norm.weight", "ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"]
+    if architecture == "qwen2":
+        parts += ["attn_q.bias", "attn_k.bias", "attn_v.bias"]
+    if architecture == "qwen3":
+        parts += ["attn_q_norm.weight", "attn_k_norm.weight"]
+    layers = [f"blk.{i}.{part}" for i in range(4) for part in parts]
     return ["token_embd.weight", "output_norm.weight", "output.weight", *layers]
 
 
-def test_gguf_equals_the_model_it_was_made_from(tmp_path: Path, cache: Path) -> None:
-    model = write_llama(tmp_path)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gguf_equals_the_model_it_was_made_from(
+    tmp_path: Path, cache: Path, architecture: str
+) -> None:
+    """DF-27: only arch llama interleaves Q and K rows."""
+    own_dim = {"head_dim": 24} if architecture == "qwen3" else {}
+    model = write_model(tmp_path, architecture, **own_dim)
     for parameter in model.parameters():  # not the buffers: RoPE stays fp32
         parameter.data = parameter.data.bfloat16().float()
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, model.state_dict())
+    lengths = {"attention.key_length": 24, "attention.value_length": 24} if own_dim else {}
+    write_gguf(path, model.state_dict(), architecture, lengths)
     engine = load_tiny(path)
     ids = random_ids(19)
     (logits,), _ = run(engine, [(engine.allocate(32), ids, 0)])
@@ -170,8 +329,36 @@ def test_gguf_refusals(tmp_path: Path, cache: Path) -> None:
     assert not list(cache.glob("gguf/*.tmp")) and cache.is_dir()
     with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_in\.weight"):
         hf_name("blk.0.ssm_in.weight")
+    with pytest.raises(CheckpointError, match=r"attn_q\.bias is not part of a llama model"):
+        hf_name("blk.0.attn_q.bias")
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve_model(str(tmp_path / "absent.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor = 4\.0"),
+        ({"expert_count": 8}, r"llama\.expert_count = 8"),
+        ({"attention.sliding_window": 4096}, r"llama\.attention\.sliding_window"),
+        ({"attention.key_length": 16, "rope.dimension_count": 8}, r"llama\.rope\.dimension_count"),
+    ],
+)
+def test_gguf_metadata_refusals(
+    tmp_path: Path, cache: Path, metadata: dict[str, float], named: str
+) -> None:
+    write_gguf(tmp_path / "odd.gguf", {}, metadata=metadata)
+    with pytest.raises(CheckpointError, match=named):
+        resolve_model(str(tmp_path / "odd.gguf"))
+
+
+def test_gguf_of_another_architecture(tmp_path: Path, cache: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"architecture = 'gemma3' .* llama, qwen2, qwen3"):
+        resolve_model(str(tmp_path / "other.gguf"))
 
 
 def test_default_model_names_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +382,67 @@ def test_hf_tokenizer_document(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         tokenizer_document(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "words"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 96}}}, "highest id is 96; accepted: ids in .0, 96."),
+        ({"model": {"vocab": [["a", -1.0]] * 97}}, "highest id is 96"),
+        ({"model": {"vocab": {}}, "added_tokens": [{"id": 100, "content": "<x>"}]}, "id is 100"),
+        ([], "malformed"),
+        ({"added_tokens": [{"content": "<x>"}]}, "malformed"),
+        ({"model": {"vocab": {"a": "b"}}}, "malformed"),
+    ],
+)
+def test_a_tokenizer_that_does_not_belong(tmp_path: Path, tokenizer: object, words: str) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=words):
+        load_tiny(tmp_path)
+
+
+def test_tokenizers_that_cannot_be_read(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 96]}))
+    with pytest.raises(CheckpointError, match=r"eos_token_id = 96 .* ids in \[0, 96\)"):
+        load_tiny(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    smaller = {"model": {"vocab": {"a": 0, "b": 94}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(smaller))
+    assert load_tiny(tmp_path).info.vocab_size == 96
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not valid JSON"):
+        load_tiny(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not valid JSON"):
+        load_tiny(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json; accepted"):
+        load_tiny(tmp_path)
+
+
+def test_qwen_pre_tokenizer_equals_transformers() -> None:
+    """The words that a GGUF file's `qwen2` cuts, and the ids, against transformers' own."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    merges = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("1", "2")]
+    for pair in merges:
+        vocabulary["".join(pair)] = len(vocabulary)
+    theirs = Qwen2Tokenizer(vocab=vocabulary, merges=merges, unk_token="!")
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": list(vocabulary),
+        "tokenizer.ggml.token_type": [1] * len(vocabulary),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+    }
+    document = json.loads(document_from_gguf(fields))
+    ours = Tokenizer.from_str(json.dumps(document["tokenizer"]))
+    for text in [*TEXTS, "I'LL, they've the 12 of\r\n\n  e\u0301 the  the"]:
+        assert ours.encode(text).ids == theirs.encode(text, add_special_tokens=False)
+        normal = unicodedata.normalize("NFC", text)
+        assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == normal
 
 
 TEXTS = [

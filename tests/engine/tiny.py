@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.api import Item
 from engine.batch import pack
@@ -21,8 +22,8 @@ VOCAB, HIDDEN, LAYERS = 96, 64, 4
 KERNELS = ["native", "torch"] if ops.available() else ["torch"]
 
 
-def write_llama(directory: Path, **overrides: Any) -> LlamaForCausalLM:
-    """Saves a random model; returns it in fp32, ready to compare with."""
+def write_model(directory: Path, family: str, **overrides: Any) -> PreTrainedModel:
+    """Saves a random model of a model type; returns it in fp32, ready to compare with."""
     torch.manual_seed(0)
     options = {
         "vocab_size": VOCAB,
@@ -37,15 +38,28 @@ def write_llama(directory: Path, **overrides: Any) -> LlamaForCausalLM:
         "eos_token_id": 2,
         "pad_token_id": 0,
         "initializer_range": 0.2,
-        "attn_implementation": "eager",
     }
-    model = LlamaForCausalLM(LlamaConfig(**(options | overrides))).eval()
+    config = AutoConfig.for_model(family, **(options | overrides))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # ones would hide a forgotten norm weight
+        if "norm" in name:  # ones would hide a forgotten norm weight, and zeros a bias
             parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.data.normal_(std=0.5)
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     return model
+
+
+def write_llama(directory: Path, **overrides: Any) -> PreTrainedModel:
+    return write_model(directory, "llama", **overrides)
+
+
+def rewrite_config(directory: Path, change: Mapping[str, Any]) -> None:
+    """Changes config.json; None removes a key."""
+    path = directory / "config.json"
+    merged = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({k: v for k, v in merged.items() if v is not None}))
 
 
 def load_tiny(directory: Path, kernels: str = "torch", **overrides: Any) -> NativeEngine:
@@ -70,6 +84,6 @@ def run(
 
 
 @torch.inference_mode()
-def reference(model: LlamaForCausalLM, ids: list[int]) -> Tensor:
+def reference(model: PreTrainedModel, ids: list[int]) -> Tensor:
     logits: Tensor = model(torch.tensor([ids])).logits[0]
     return logits

@@ -60,6 +60,7 @@ static void panel_rows(kernel *const *rows, const float *x, const char *w, long 
 }
 
 static void gemm(const float *x, const void *w, float *y, long M, long N, long K, int bf16, int threads) {
+  if (M < 1) return;  // no rows, no passes to share the fetching
   const long panels = (N + 15) / 16, bytes = K * (bf16 ? 32 : 64);
   kernel *const *rows = bf16 ? bf16_rows : f32_rows;
   #pragma omp parallel for schedule(static) num_threads(threads)

@@ -1,0 +1,59 @@
+"""Reading values of a config.json: each reader refuses by key, value and what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import CheckpointError
+
+
+def refuse(key: str, value: object, accepted: str) -> CheckpointError:
+    return CheckpointError(f"config {key} = {value!r} is not supported; accepted: {accepted}")
+
+
+def positive(
+    config: Mapping[str, Any], key: str, default: int | None = None, *, prefix: str = ""
+) -> int:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise refuse(prefix + key, value, "a positive integer")
+    return value
+
+
+def number(
+    config: Mapping[str, Any],
+    key: str,
+    default: float | None = None,
+    *,
+    least: float = 0.0,
+    prefix: str = "",
+) -> float:
+    """A finite number, `least` or more; 0 itself is refused. `prefix` says where `config` is."""
+    value = config.get(key, default)
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not math.isfinite(value) or value < least or value == 0:
+        accepted = f"a number, {least:g} or more" if least else "a positive number"
+        raise refuse(prefix + key, value, accepted)
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is None:  # absent, or null
+        return default
+    if not isinstance(value, bool):
+        raise refuse(key, value, "true or false")
+    return value
+
+
+def token_ids(value: object, key: str = "eos_token_id") -> tuple[int, ...]:
+    """`eos_token_id` may be absent, one id or a list."""
+    if value is None:
+        return ()
+    if isinstance(value, int):
+        return (value,)
+    if isinstance(value, list) and all(isinstance(item, int) for item in value):
+        return tuple(value)
+    raise refuse(key, value, "an id or a list of ids")
