@@ -20,6 +20,7 @@ from draft_svc.training.net import TargetNet
 from engine.attention.base import LayerMode
 from engine.errors import CheckpointError
 from engine.models.config import ModelConfig
+from engine.models.rope import Rope, rope_tables
 
 BlockAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 ContextKV = list[tuple[Tensor, Tensor]]
@@ -177,6 +178,10 @@ class DraftNet:
         self.spec, self.net = spec, net
         self.device, self.dtype = net.device, net.dtype
         c = net.config
+        # A scaling of the target's RoPE is not the draft's: it has plain theta at all positions.
+        self.rope = Rope(c.rope.theta, c.max_positions)
+        tables = rope_tables(self.rope, spec.head_dim, c.max_positions)
+        self.cos, self.sin = (table.to(net.device) for table in tables)
         generator = torch.Generator().manual_seed(seed)
         self.p: dict[str, Parameter] = {}
         for name, shape in shapes(spec, c).items():
@@ -223,7 +228,7 @@ class DraftNet:
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, H, L, hd] at positions [B, L]."""
-        c, s = self.net.cos[positions][:, None], self.net.sin[positions][:, None]
+        c, s = self.cos[positions][:, None], self.sin[positions][:, None]
         a, b = x.float().chunk(2, -1)
         return torch.cat((a * c - b * s, b * c + a * s), -1).to(self.dtype)
 

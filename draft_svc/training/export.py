@@ -35,7 +35,7 @@ def config_of(spec: DraftSpec, c: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": c.rms_eps,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "rope_theta": c.rope_theta,
+        "rope_theta": c.rope.theta,
         "rope_scaling": None,
         "max_position_embeddings": c.max_positions,
         "vocab_size": c.vocab_size,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from draft_svc.training.kernels import matmul_fp32, ops_for
 from engine.models.config import ModelConfig, from_hf
-from engine.models.layers import rope_tables
+from engine.models.rope import rope_tables
 from engine.weights import Weights, read_json
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -30,9 +30,13 @@ class TargetLayer:
     qkv_bias: Tensor | None
     norms: tuple[Tensor, Tensor] | None
     out: Tensor
+    out_bias: Tensor | None
     mlp_norm: Tensor
     gate_up: Tensor
+    gate_up_bias: Tensor | None
     down: Tensor
+    down_bias: Tensor | None
+    window: int
 
 
 class StaticCache:
@@ -64,7 +68,7 @@ class TargetNet:
         self.layers = [self._layer(weights, i) for i in range(c.layer_count)]
         self.norm = self._take(weights, "model.norm.weight", c.hidden_size).float()
         weights.finish(_REDUNDANT if not c.tied_head else (*_REDUNDANT, "lm_head.weight"))
-        tables = rope_tables(c.rope_theta, c.head_dim, c.max_positions)
+        tables = rope_tables(c.rope, c.head_dim, c.max_positions, c.default_length)
         self.cos, self.sin = (table.to(device) for table in tables)
 
     def _take(self, weights: Weights, name: str, *shape: int) -> Tensor:
@@ -73,29 +77,38 @@ class TargetNet:
     def _layer(self, weights: Weights, index: int) -> TargetLayer:
         c, prefix = self.config, f"model.layers.{index}"
         d, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        widths = {"q": q, "k": kv, "v": kv}
+        inner = c.intermediate_size
+        both = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+        qkv = {f"self_attn.{n}_proj": rows for n, rows in (("q", q), ("k", kv), ("v", kv))}
 
         def take(name: str, *shape: int) -> Tensor:
             return self._take(weights, f"{prefix}.{name}", *shape)
 
-        bias = norms = None
-        if f"{prefix}.self_attn.q_proj.bias" in weights:
-            parts = [take(f"self_attn.{n}_proj.bias", rows) for n, rows in widths.items()]
-            bias = torch.cat(parts)
-        if f"{prefix}.self_attn.q_norm.weight" in weights:
-            both = [take(f"self_attn.{n}_norm.weight", c.head_dim).float() for n in ("q", "k")]
-            norms = both[0], both[1]
-        both_names = ("gate", "up")
-        inner = c.intermediate_size
+        def matrix(parts: dict[str, int], columns: int) -> Tensor:
+            return torch.cat([take(f"{n}.weight", rows, columns) for n, rows in parts.items()])
+
+        def bias(parts: dict[str, int], there: bool) -> Tensor | None:
+            if not there:
+                return None
+            return torch.cat([take(f"{n}.bias", rows) for n, rows in parts.items()])
+
+        def head_norm(name: str) -> Tensor:
+            return take(f"self_attn.{name}_norm.weight", c.head_dim).float()
+
+        out, down = {"self_attn.o_proj": d}, {"mlp.down_proj": d}
         return TargetLayer(
             norm=take("input_layernorm.weight", d).float(),
-            qkv=torch.cat([take(f"self_attn.{n}_proj.weight", r, d) for n, r in widths.items()]),
-            qkv_bias=bias,
-            norms=norms,
-            out=take("self_attn.o_proj.weight", d, q),
+            qkv=matrix(qkv, d),
+            qkv_bias=bias(qkv, c.qkv_bias),
+            norms=(head_norm("q"), head_norm("k")) if c.head_norms else None,
+            out=matrix(out, q),
+            out_bias=bias(out, c.out_bias),
             mlp_norm=take("post_attention_layernorm.weight", d).float(),
-            gate_up=torch.cat([take(f"mlp.{n}_proj.weight", inner, d) for n in both_names]),
-            down=take("mlp.down_proj.weight", d, inner),
+            gate_up=matrix(both, d),
+            gate_up_bias=bias(both, c.mlp_bias),
+            down=matrix(down, inner),
+            down_bias=bias(down, c.mlp_bias),
+            window=c.modes[index].window or 0,
         )
 
     def forward(
@@ -112,9 +125,10 @@ class TargetNet:
         x = ops.add_rms_norm(residual, None, self.layers[0].norm, c.rms_eps, self.dtype)
         for index, layer in enumerate(self.layers):
             qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-            out = F.linear(attend(index, qkv), layer.out)
+            out = F.linear(attend(index, qkv), layer.out, layer.out_bias)
             x = ops.add_rms_norm(residual, out, layer.mlp_norm, c.rms_eps, self.dtype)
-            out = F.linear(ops.silu_mul(F.linear(x, layer.gate_up)), layer.down)
+            inner = ops.silu_mul(F.linear(x, layer.gate_up, layer.gate_up_bias))
+            out = F.linear(inner, layer.down, layer.down_bias)
             last = index + 1 == len(self.layers)
             norm = self.norm if last else self.layers[index + 1].norm
             x = ops.add_rms_norm(residual, out, norm, c.rms_eps, self.dtype)
@@ -154,7 +168,14 @@ class TargetNet:
             if cache is not None:
                 cache.k[index, slots, :, :length] = k
                 cache.v[index, slots, :, :length] = v
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            window = self.layers[index].window
+            if 0 < window < length:
+                steps = torch.arange(length, device=self.device)
+                gap = steps[:, None] - steps
+                mask = (gap >= 0) & (gap < window)
+                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            else:
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return y.transpose(1, 2).reshape(batch * length, -1)
 
         return attend
@@ -166,9 +187,14 @@ class TargetNet:
         batch, width = positions.shape
         hq, hk, hd = self.heads
         keys = torch.arange(limit, device=self.device)
-        seen = keys <= positions[..., None]  # [P, W, limit]
         group = hq // hk
-        mask = seen[:, None, None].expand(-1, 1, group, -1, -1).reshape(batch, 1, -1, limit)
+        gap = positions[..., None] - keys  # [P, W, limit]
+
+        def mask_of(window: int) -> Tensor:
+            seen = (gap >= 0) & (gap < (window or limit))
+            return seen[:, None, None].expand(-1, 1, group, -1, -1).reshape(batch, 1, -1, limit)
+
+        masks = {window: mask_of(window) for window in {layer.window for layer in self.layers}}
         rows = torch.arange(batch, device=self.device)[:, None]
         flat = positions.flatten()
 
@@ -179,6 +205,7 @@ class TargetNet:
             cache.v[index][rows, :, positions] = v.transpose(1, 2)
             folded = q.reshape(batch, hk, group * width, hd)
             ks, vs = cache.k[index, :batch, :, :limit], cache.v[index, :batch, :, :limit]
+            mask = masks[self.layers[index].window]
             y = F.scaled_dot_product_attention(folded, ks, vs, attn_mask=mask)
             y = y.view(batch, hq, width, hd).transpose(1, 2)
             return y.reshape(batch * width, -1)
@@ -193,7 +220,7 @@ class TargetNet:
         def attend(index: int, qkv: Tensor) -> Tensor:
             k, v = cache.k[index], cache.v[index]
             self._rotate(index, qkv, positions, (k, v))
-            return run(qkv, k, v, positions, self.heads)
+            return run(qkv, k, v, positions, self.heads, self.layers[index].window)
 
         return attend
 

@@ -126,7 +126,7 @@ def rope_(
 
 @triton.jit
 def _decode_attention(  # type: ignore[no-untyped-def]
-    qkv, k_cache, v_cache, positions, out, scale, max_length, width,
+    qkv, k_cache, v_cache, positions, out, scale, max_length, width, window,
     HQ: tl.constexpr, HK: tl.constexpr, HD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
@@ -141,9 +141,10 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     best = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HD], tl.float32)
-    for start in range(0, length, BLOCK):
+    first = tl.maximum(length - window, 0)
+    for start in range(first // BLOCK * BLOCK, length, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        inside = n < length
+        inside = (n < length) & (n >= first)
         k = tl.load(
             k_cache + base + n[None, :] * HD + d[:, None], mask=inside[None, :], other=0.0
         )
@@ -169,13 +170,16 @@ def decode_attention(
     v_cache: Tensor,
     positions: Tensor,
     heads: tuple[int, int, int],
+    window: int = 0,
 ) -> Tensor:
+    """One token per slot against keys [0, positions] (the last `window` of them; 0: all)."""
     hq, hk, hd = heads
     slots = qkv.shape[0]
     out = torch.empty(slots, hq * hd, dtype=qkv.dtype, device=qkv.device)
     rows = max(16, triton.next_power_of_2(hq // hk))
     _decode_attention[(slots, hk)](
         qkv, k_cache, v_cache, positions, out, hd**-0.5, k_cache.shape[2], qkv.shape[1],
+        window or k_cache.shape[2],
         hq, hk, hd, rows, 64, num_warps=4,
     )  # fmt: skip
     return out

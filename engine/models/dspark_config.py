@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.models.config import ModelConfig, positive, refuse
+from engine.models.config import ModelConfig
 from engine.models.dflash_config import DFlashConfig, parse_dflash
+from engine.models.fields import positive, refuse
 
 _ARCHITECTURES = ["Qwen3DSparkModel"]
 

@@ -15,6 +15,7 @@ from draft_svc.training.shards import Corpus
 from draft_svc.training.trainer import Trainer, TrainOptions
 from tests.engine.tiny import VOCAB, write_llama
 
+torch.set_num_threads(1)  # tiny products: threads cost more than they give
 CPU = torch.device("cpu")
 MASK = 9
 BATCHES = BatchOptions(tokens=256, block_tokens=512, density=0.5, max_length=96)

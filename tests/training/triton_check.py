@@ -7,7 +7,7 @@ import torch
 
 from draft_svc.training import kernels as k
 from draft_svc.training import triton_kernels as t
-from engine.models.layers import rope_tables
+from engine.models.rope import Rope, rope_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,7 +36,7 @@ def check_norm_and_mlp() -> None:
 
 def check_attention() -> None:
     heads = hq, hk, hd = 6, 2, 16
-    cos, sin = (x.to(DEVICE) for x in rope_tables(500.0, hd, 200))
+    cos, sin = (x.to(DEVICE) for x in rope_tables(Rope(500.0, 200), hd, 200))
     positions = torch.tensor([0, 7, 130, 64], device=DEVICE)
     for norms in (None, (rand(hd), rand(hd))):
         qkv = rand(4, (hq + 2 * hk) * hd)
@@ -48,12 +48,14 @@ def check_attention() -> None:
         close("rope", qkv, other)
         close("cache k", caches[0][0], caches[1][0])
         close("cache v", caches[0][1], caches[1][1])
-    got = t.decode_attention(qkv, *caches[0], positions, heads)
-    for row, position in enumerate(positions.tolist()):
-        q = qkv[row, : hq * hd].view(hq, 1, hd)
-        keys, values = (c[row, :, : position + 1].repeat_interleave(3, 0) for c in caches[0])
-        wanted = torch.nn.functional.scaled_dot_product_attention(q, keys, values)
-        close("decode_attention", got[row], wanted.flatten())
+    for window in (0, 50):
+        got = t.decode_attention(qkv, *caches[0], positions, heads, window)
+        for row, end in enumerate((positions + 1).tolist()):
+            q = qkv[row, : hq * hd].view(hq, 1, hd)
+            first = max(0, end - window) if window else 0
+            keys, values = (c[row, :, first:end].repeat_interleave(3, 0) for c in caches[0])
+            wanted = torch.nn.functional.scaled_dot_product_attention(q, keys, values)
+            close(f"decode_attention window {window}", got[row], wanted.flatten())
 
 
 def check_choose() -> None:
