@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from engine.noise import philox
 
 Heads = tuple[int, int, int]
 STATS = ("lse_q", "lse_p", "log_q_label", "tv", "kl", "sign", "hit_label", "hit_target")
@@ -88,16 +87,13 @@ def rope_(
 
 
 def seeded_gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Gumbel noise fp32 [T, V] keyed by (seed of the row, position): the counter is (token // 4,
-    position, seed), so a row's draw does not depend on the rows beside it."""
-    groups = -(-vocab // 4)
-    counter = torch.zeros(len(seeds), groups, 4, dtype=torch.int64, device=seeds.device)
-    counter[..., 0] = torch.arange(groups, device=seeds.device)
-    counter[..., 1] = positions[:, None]
-    counter[..., 2] = seeds[:, None] & 0xFFFFFFFF
-    words = philox(counter, (0, 0)).flatten(1)[:, :vocab]
-    uniform = ((words >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    """Gumbel noise fp32 [T, V] keyed by (seed of the row, position), so that a row's draw does not
+    depend on the rows beside it."""
+    pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
+    bits = [np.random.Philox(key=seed, counter=position) for seed, position in pairs]
+    uniform = np.stack([np.random.Generator(b).random(vocab, dtype=np.float32) for b in bits])
+    noise = -np.log(-np.log(uniform.clip(1e-30)))
+    return torch.from_numpy(noise).to(seeds.device)
 
 
 def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -59,30 +59,30 @@ def check_attention() -> None:
 
 
 def check_choose() -> None:
-    logits = rand(64, 5000)
+    logits = rand(8, 5000)
     logits[0, 17] = logits[0, 4000] = 50.0  # a tie goes to the lowest id
-    zeros = torch.zeros(64, device=DEVICE)
-    seeds = torch.arange(64, device=DEVICE)
-    positions = torch.full((64,), 9, device=DEVICE)
+    zeros = torch.zeros(8, device=DEVICE)
+    seeds = torch.arange(8, device=DEVICE)
+    positions = torch.full((8,), 9, device=DEVICE)
     greedy = t.choose(logits, zeros, seeds, positions)
     assert greedy.tolist() == logits.argmax(-1).tolist() and int(greedy[0]) == 17
     # Draws follow the softmax: the mean log-probability of many draws is minus the entropy.
-    row = torch.cat((rand(1, 8) * 2, torch.full((1, 4992), -50.0, device=DEVICE)), 1)
-    many = row.expand(512, -1).contiguous()
-    seeds = torch.arange(512, device=DEVICE)
-    drawn = t.choose(many, torch.full((512,), 0.8, device=DEVICE), seeds, seeds % 7)
-    counts = torch.bincount(drawn, minlength=5000)[:8].float() / 512
+    row = torch.cat((rand(1, 8) * 2, torch.full((1, 92), -50.0, device=DEVICE)), 1)
+    many = row.expand(160, -1).contiguous()
+    seeds = torch.arange(160, device=DEVICE)
+    drawn = t.choose(many, torch.full((160,), 0.8, device=DEVICE), seeds, seeds % 7)
+    counts = torch.bincount(drawn, minlength=100)[:8].float() / 160
     wanted = (row[0, :8] / 0.8).softmax(-1)
-    assert float((counts - wanted).abs().max()) < 0.08, (counts, wanted)
-    again = t.choose(many, torch.full((512,), 0.8, device=DEVICE), seeds, seeds % 7)
+    assert float((counts - wanted).abs().max()) < 0.13, (counts, wanted)
+    again = t.choose(many, torch.full((160,), 0.8, device=DEVICE), seeds, seeds % 7)
     assert bool((drawn == again).all())
     print("choose: ok")
 
 
 def check_loss() -> None:
-    zq, zp = rand(6, 5000) * 3, rand(6, 5000) * 3
+    zq, zp = rand(6, 2500) * 3, rand(6, 2500) * 3
     zp[2] = zq[2]
-    labels = torch.randint(0, 5000, (6,), device=DEVICE)
+    labels = torch.randint(0, 2500, (6,), device=DEVICE)
     labels[1] = zq[1].argmax()
     got, wanted = t.loss_stats(zq, zp, labels), k.loss_stats(zq, zp, labels)
     for column, name in enumerate(k.STATS):
