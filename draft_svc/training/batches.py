@@ -55,13 +55,15 @@ class Batch:
         return Batch(ids, lengths, anchors, blocks, self.reach, self.answer_tokens)
 
 
-def anchor_counts(prompts: NDArray[np.int64], lengths: NDArray[np.int64], o: BatchOptions
+def anchor_counts(
+    prompts: NDArray[np.int64], lengths: NDArray[np.int64], o: BatchOptions
 ) -> NDArray[np.int64]:
     """How many anchors each document gets: by its own answer, never by the batch it is in."""
     answers = np.minimum(lengths, o.max_length) - prompts
     wanted = np.ceil(answers * o.density).astype(np.int64)
     # The last token of an answer has nothing after it to propose.
-    return np.clip(np.minimum(wanted, answers - 1), 0, o.max_anchors)
+    counts: NDArray[np.int64] = np.clip(np.minimum(wanted, answers - 1), 0, o.max_anchors)
+    return counts
 
 
 def draw_anchors(

@@ -1,4 +1,4 @@
-"""`python -m draft_svc.training`: generate, train, evaluate, export."""
+"""`python -m draft_svc.training`: generate, train, evaluate, export, toy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from draft_svc.training.net import TargetNet, load_target
 from draft_svc.training.objective import LossOptions
 from draft_svc.training.prompts import KINDS
 from draft_svc.training.shards import Corpus, Manifest, load_corpus, read_manifest
+from draft_svc.training.toy import ToyOptions, run_toy
 from draft_svc.training.trainer import Gate, Trainer, TrainOptions
 from engine.errors import CheckpointError
+from engine.weights import read_json
 
 PROGRAM = "python -m draft_svc.training"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -47,9 +49,7 @@ def target_directory(reference: str) -> Path:
 
 
 def open_target(args: argparse.Namespace) -> tuple[Path, TargetNet, Chat | None]:
-    device = torch.device(
-        args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = _DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     directory = target_directory(args.target)
     try:
@@ -58,7 +58,7 @@ def open_target(args: argparse.Namespace) -> tuple[Path, TargetNet, Chat | None]
         say(f"no chat: {error}")
         chat = None
     net = load_target(directory, device, dtype)
-    say(f"target {directory.name}: {net.config.layer_count} layers on {device}, {args.dtype or dtype}")
+    say(f"target {directory.name}: {net.config.layer_count} layers on {device}, {dtype}")
     return directory, net, chat
 
 
@@ -191,7 +191,7 @@ def _facts(
         "documents": counts.get("train_documents", 0),
         "answer tokens": counts.get("train_answer_tokens", 0),
         "seed": options.seed,
-        "optimiser": f"{options.optimizer}, lr {options.lr:g}, cosine to {options.final_lr:g} of it",
+        "optimiser": f"{options.optimizer}, lr {options.lr:g}, cosine to {options.final_lr:g}",
         "loss": f"{options.loss.mix}, from {options.loss.late_from:g} on {options.loss.late_mix}, "
         f"{options.loss.weighting}",
         "trained on": gpu,
@@ -282,10 +282,21 @@ def run_export(args: argparse.Namespace) -> None:
     draft = load_draft(source, net)
     draft.spec = replace(draft.spec, name=Path(args.out).name)
     figures = json.loads(args.figures.read_text()).get(source.name, []) if args.figures else []
-    facts = {"target weights sha256": weights_sha256(directory)}
+    known = source / "training.json"
+    facts: dict[str, Any] = read_json(known) if known.is_file() else {}
+    facts |= {"target weights sha256": weights_sha256(directory)}
     facts |= dict(pair.split("=", 1) for pair in args.fact)
     size = export(draft, Path(args.out), facts, [SetReport(**r) for r in figures])
     say(f"{size / 1e6:.1f} MB")
+
+
+def run_toy_command(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    out = Path(args.out)
+    options = ToyOptions(method=args.method, seed=args.seed)
+    report = run_toy(out, options, say)
+    say(f"tau {report.tau:.2f} at T = 1, n-gram lookup {report.ngram_tau:.2f}")
+    say(f"target in {out / 'target'}, draft in {out / 'draft'}")
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -372,6 +383,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--figures", type=Path, help="JSON of `evaluate`")
     add("--fact", action="append", default=[], help="key=value line of the card")
     sub.set_defaults(run=run_export)
+
+    sub = commands.add_parser("toy", help="all of it on a CPU in under two minutes")
+    add = sub.add_argument
+    add("--out", required=True, help="target, data and draft go here")
+    add("--method", choices=("dflash", "dspark"), default="dspark")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=2)
+    sub.set_defaults(run=run_toy_command)
     return parser
 
 

@@ -138,7 +138,9 @@ class BatchDecoder:
         counts = torch.tensor([len(job.prompt) for _, job in placed], device=device)
         attend = self.net.causal(len(rows), length, self._cache, slots)
         states, _ = self.net.forward(ids.flatten(), attend)
-        last = states.view(len(rows), length, -1)[torch.arange(len(rows), device=device), counts - 1]
+        last = states.view(len(rows), length, -1)[
+            torch.arange(len(rows), device=device), counts - 1
+        ]
         temperature = torch.tensor([job.temperature for _, job in placed], device=device)
         seeds = torch.tensor([job.seed for _, job in placed], device=device)
         chosen = self.net.ops.choose(self.net.logits(last), temperature, seeds, counts)
@@ -182,7 +184,7 @@ class BatchDecoder:
             self._graph.replay()
 
     def _capture(self) -> None:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         saved = [t.clone() for t in self._tensors()]
         with torch.cuda.stream(stream):

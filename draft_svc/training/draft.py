@@ -22,6 +22,9 @@ from engine.errors import CheckpointError
 from engine.models.config import ModelConfig
 from engine.models.rope import Rope, rope_tables
 
+# One entry of a projection moves many logits at once: this keeps the optimiser's steps small.
+_PROJECTED = 0.1
+
 BlockAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 ContextKV = list[tuple[Tensor, Tensor]]
 
@@ -66,7 +69,7 @@ class DraftSpec:
 
 
 def parse_spec(text: str, target: ModelConfig) -> DraftSpec:
-    """"dspark,layers=2,rank=64,taps=1/8/14" -> a complete spec for `target`. Raises
+    """ "dspark,layers=2,rank=64,taps=1/8/14" -> a complete spec for `target`. Raises
     CheckpointError naming key, value and what is accepted."""
     method, *pairs = text.split(",")
     values: dict[str, Any] = {"name": method, "method": method}
@@ -123,7 +126,7 @@ def complete_spec(spec: DraftSpec, c: ModelConfig) -> DraftSpec:
         (spec.block >= 2, "block", "2 or more"),
         (spec.layers >= 1, "layers", "1 or more"),
         (ok_mask, "mask", f"an id in [0, {c.vocab_size}) that is not pad, bos or eos"),
-        (rising and 0 <= spec.taps[0] and spec.taps[-1] < c.layer_count, "taps",
+        (rising and spec.taps[0] >= 0 and spec.taps[-1] < c.layer_count, "taps",
          f"rising layer ids in [0, {c.layer_count})"),
         (spec.heads % spec.kv_heads == 0, "kv_heads", f"a divisor of {spec.heads}"),
         ((spec.rank > 0) == (spec.method == "dspark"), "rank", "positive for dspark, 0 for dflash"),
@@ -188,7 +191,7 @@ class DraftNet:
             self.p[name] = Parameter(self._initial(name, shape, generator).to(self.device))
         if spec.rank:
             size = (spec.rank, c.hidden_size)
-            start = torch.randn(size, generator=generator) / self._embedding_norm()
+            start = torch.randn(size, generator=generator) / (_PROJECTED * self._embedding_norm())
             self.p["extra.markov_p1"] = Parameter(start.to(self.device))
             self.p["extra.markov_p2"] = Parameter(torch.zeros(size, device=self.device))
         # 1 / standard deviation of every tap channel; folded into fc at export.
@@ -204,9 +207,9 @@ class DraftNet:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         if name.startswith(("markov_head", "confidence_head")):
             return torch.zeros(shape)
-        weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        weight: Tensor = torch.randn(shape, generator=generator) / shape[1] ** 0.5
         deep = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return weight / math.sqrt(2 * self.spec.layers) if deep else weight
+        return weight * (2 * self.spec.layers) ** -0.5 if deep else weight
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -220,11 +223,13 @@ class DraftNet:
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.p[name]
         eps = self.net.config.rms_eps
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(self.dtype)
+        normed: Tensor = F.rms_norm(x.float(), weight.shape, weight, eps)
+        return normed.to(self.dtype)
 
     def fc_weight(self) -> Tensor:
         """What is exported: acts on raw taps."""
-        return self.p["fc.weight"] * self.tap_scale
+        weight: Tensor = self.p["fc.weight"] * self.tap_scale
+        return weight
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, H, L, hd] at positions [B, L]."""
@@ -242,7 +247,9 @@ class DraftNet:
         ]
         both = F.linear(x, self._w(*names))
         batch, length = both.shape[:2]
-        parts = both.view(batch, length, 2 * s.layers, s.kv_heads, s.head_dim).permute(2, 0, 3, 1, 4)
+        parts = both.view(batch, length, 2 * s.layers, s.kv_heads, s.head_dim).permute(
+            2, 0, 3, 1, 4
+        )
         kv = []
         for i in range(s.layers):
             k = self._norm(parts[2 * i], f"layers.{i}.self_attn.k_norm.weight")
@@ -255,18 +262,18 @@ class DraftNet:
         s = self.spec
         batch, count = ids.shape
         residual = self.net.embedding[ids].float()
-        q_width, kv_width = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        widths = [s.heads * s.head_dim, *[s.kv_heads * s.head_dim] * 2]
         for i in range(s.layers):
             prefix = f"layers.{i}"
             x = self._norm(residual, f"{prefix}.input_layernorm.weight")
             names = [f"{prefix}.self_attn.{n}_proj.weight" for n in ("q", "k", "v")]
             q, k, v = (
                 part.view(batch, count, -1, s.head_dim).transpose(1, 2)
-                for part in F.linear(x, self._w(*names)).split((q_width, kv_width, kv_width), -1)
+                for part in torch.split(F.linear(x, self._w(*names)), widths, -1)
             )
             q = self._rotate(self._norm(q, f"{prefix}.self_attn.q_norm.weight"), positions)
             k = self._rotate(self._norm(k, f"{prefix}.self_attn.k_norm.weight"), positions)
-            y = attend(i, q, k, v).transpose(1, 2).reshape(batch, count, q_width)
+            y = attend(i, q, k, v).transpose(1, 2).reshape(batch, count, -1)
             residual = residual + F.linear(y, self._w(f"{prefix}.self_attn.o_proj.weight")).float()
             x = self._norm(residual, f"{prefix}.post_attention_layernorm.weight")
             both = self._w(f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight")
@@ -280,7 +287,8 @@ class DraftNet:
         tables = []
         for name, extra in (("markov_w1", "markov_p1"), ("markov_w2", "markov_p2")):
             projected = F.linear(self.net.embedding, self.p[f"extra.{extra}"].to(self.dtype))
-            tables.append(self.p[f"markov_head.{name}.weight"] + projected.float())
+            free = self.p[f"markov_head.{name}.weight"]
+            tables.append(free + _PROJECTED * projected.float())
         return tables[0], tables[1]
 
     def confidence_logit(self, states: Tensor, previous: Tensor) -> Tensor:
@@ -323,9 +331,7 @@ def fold(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(batch, kv_heads, heads // kv_heads * count, dim)
 
 
-def visible(
-    mode: LayerMode, anchors: Tensor, keys: Tensor, slots: int
-) -> Tensor:
+def visible(mode: LayerMode, anchors: Tensor, keys: Tensor, slots: int) -> Tensor:
     """Which context keys a slot sees: strictly before the anchor, and inside the window.
 
     anchors [B, A], keys [L] positions -> bool [B, A, slots, L].

@@ -103,13 +103,14 @@ def export(
     facts: Mapping[str, Any],
     reports: Sequence[SetReport] = (),
 ) -> int:
-    """Writes config, weights and model card; returns the size of the weights in bytes."""
+    """Writes config, weights, model card and the facts of the card; returns the weights' bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     config = config_of(draft.spec, draft.net.config)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     path = directory / "model.safetensors"
     save_file(draft.export_state(), path, metadata={"format": "pt"})
     size = path.stat().st_size
+    (directory / "training.json").write_text(json.dumps(dict(facts), indent=1) + "\n")
     (directory / "README.md").write_text(model_card(draft.spec, facts, reports, size))
     return size
 
@@ -134,13 +135,18 @@ def model_card(
         ("layout", f"{layout}: `config.json`, `model.safetensors`; no embedding, no head"),
         ("size", f"{spec.layers} layers, intermediate {spec.intermediate}, {size / 1e6:.1f} MB"),
         ("taps", ", ".join(map(str, spec.taps)) + " (0-based layer outputs, before any norm)"),
-        ("block", f"{spec.block} slots, {spec.slots}, {spec.proposals} proposals, mask {spec.mask}"),
+        (
+            "block",
+            f"{spec.block} slots, {spec.slots}, {spec.proposals} proposals, mask {spec.mask}",
+        ),
         ("attention", attention + (f", window {spec.window}" if spec.window else "")),
     ]
     if spec.rank:
         head = "with" if spec.confidence else "without"
         rows.append(("Markov head", f"vanilla, rank {spec.rank}, {head} confidence head"))
-    rows += [(key.replace("_", " "), str(value)) for key, value in facts.items() if key != "command"]
+    rows += [
+        (key.replace("_", " "), str(value)) for key, value in facts.items() if key != "command"
+    ]
     lines = [f"# {spec.name}", "", f"A {kind} draft. The text is always the target's own:"]
     lines += ["a draft changes speed only.", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in rows]

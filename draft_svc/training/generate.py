@@ -200,9 +200,7 @@ def generate(
     return manifest
 
 
-def _progress(
-    decoder: BatchDecoder, maker: Generator, writer: ShardWriter, elapsed: float
-) -> str:
+def _progress(decoder: BatchDecoder, maker: Generator, writer: ShardWriter, elapsed: float) -> str:
     counts = writer.manifest.counts
     dropped = {k.removeprefix("dropped_"): v for k, v in counts.items() if k.startswith("dropped")}
     return (

@@ -153,9 +153,7 @@ def ops_for(device: torch.device, head_dim: int) -> Ops:
 
     powers = head_dim & (head_dim - 1) == 0 and head_dim >= 16
     attention = t.decode_attention if powers else None
-    return Ops(
-        t.add_rms_norm, t.silu_mul, t.rope_, attention, t.choose, t.loss_stats, t.loss_grad_
-    )
+    return Ops(t.add_rms_norm, t.silu_mul, t.rope_, attention, t.choose, t.loss_stats, t.loss_grad_)
 
 
 def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:

@@ -228,7 +228,13 @@ def speculate(
     for first in range(0, len(order), together):
         group = [prompts[i] for i in order[first : first + together]]
         loop = Loop(
-            net, draft, group, max_new=max_new, stop_ids=stop_ids, temperature=temperature, seed=seed
+            net,
+            draft,
+            group,
+            max_new=max_new,
+            stop_ids=stop_ids,
+            temperature=temperature,
+            seed=seed,
         )
         found += loop.run()
     by_place = dict(zip(order, found, strict=True))

@@ -6,7 +6,7 @@ size [slots, V] is kept for a backward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class LossOptions:
     exp(-(k - 1) / decay); "dpace" (arXiv 2605.18810) weighs slot k by how much it adds to the
     expected length, with prefix probabilities smoothed by alpha."""
 
-    mix: LossMix = LossMix(ce=1.0)
-    late_mix: LossMix = LossMix(ce=0.1, tv=0.9)
+    mix: LossMix = field(default_factory=LossMix)
+    late_mix: LossMix = field(default_factory=lambda: LossMix(ce=0.1, tv=0.9))
     late_from: float = 1.0
     weighting: str = "decay"
     decay: float = 4.0
@@ -55,7 +55,7 @@ def gather_slots(
     ids: Tensor, lengths: Tensor, anchors: Tensor, blocks: Tensor, states: Tensor, proposals: int
 ) -> Slots:
     """ids [B, L], states [B * L, D], anchors [B, A], blocks [N] (indices into B * A)."""
-    batch, longest = ids.shape
+    longest = ids.shape[1]
     rows = blocks // anchors.shape[1]
     start = anchors.flatten()[blocks]
     steps = torch.arange(proposals, device=ids.device)

@@ -4,8 +4,10 @@ around passages that it wrote. Everything here is made up for training; no evalu
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 _CHAT = (
     "|What|How|How do I|How can I|Why|Why do|Can you|Could you explain|Write|Write a|Write an|"
@@ -55,34 +57,8 @@ _SUMMARY = (
     "Give a short summary of this text: |Write a summary of the passage below.\n\n|TL;DR: |"
     "What are the main points of this article?\n\n|Shorten this text: |Summarize in two sentences: "
 )
-_FOREIGN: dict[str, str] = {
-    "German": (
-        "Der|Die|Das|Ein|Eine|Er sagte|Sie sagte|Nach Angaben|Im|In der|Am Montag|Es|Wir|Ich|Seit|"
-        "Auch|Doch|Aber|Bei|Für|Mit|Die Polizei|Das Unternehmen|Der Präsident|Zwei|Nach dem|Wenn|"
-        "Viele|Man|Heute|Gestern|Außerdem|Dabei|Trotz|Unter|Der Trainer|Die Regierung|Laut"
-    ),
-    "French": "Le|La|Les|Un|Une|Il|Elle|Nous|Dans|Selon|Le président|Hier|Pour|En|Depuis|Cette",
-    "Spanish": "El|La|Los|Un|Una|Ella|Nosotros|En|Según|El presidente|Ayer|Para|Desde|Esta|Hay",
-    "Italian": "Il|La|I|Un|Una|Lui|Lei|Noi|In|Secondo|Ieri|Per|Da|Questa|C'è",
-}
-_GERMAN = (
-    ("Der Bürgermeister|Die Lehrerin|Ein Sprecher der Polizei|Die Firma|Mein Nachbar|Der Verein|"
-     "Die Ministerin|Das Gericht|Eine Forscherin|Der Fahrer|Die Mannschaft|Unser Arzt|Der Verkäufer"
-     "|Die Zeitung|Das Museum|Ein Zeuge|Der Direktor|Die Stadt|Der Autor|Die Kommission"),
-    ("erklärte am Montag|sagte gestern|hat beschlossen|plant|kündigte an|berichtete|will erreichen|"
-     "bestätigte nach der Sitzung|hofft|vermutet seit Wochen|verlangt|rechnet damit|warnte davor|"
-     "betonte im Gespräch|teilte mit"),
-    ("dass die neue Brücke bis zum Sommer fertig ist|dass die Preise im Herbst weiter steigen|"
-     "dass niemand verletzt wurde|dass mehr Kinder schwimmen lernen|dass das Spiel verschoben wird|"
-     "dass die Kosten höher sind als erwartet|dass die Arbeiten im März beginnen|dass der Zug wegen "
-     "des Sturms ausfällt|dass die Ergebnisse noch geprüft werden|dass viele Bewohner umziehen "
-     "müssen|dass die Ausstellung bis Ende Mai geöffnet bleibt|dass der Verdächtige das Land "
-     "verlassen hat|dass es für eine Entscheidung noch zu früh ist|dass die Schule ein neues Dach "
-     "bekommt|dass das Angebot nur für Mitglieder gilt"),
-    ("|obwohl das Wetter schlecht war|weil das Geld fehlt|wenn alle einverstanden sind|nachdem es "
-     "lange Streit gegeben hatte|ohne Einzelheiten zu nennen|wie es in einem Bericht heißt|und das "
-     "sei ein gutes Zeichen|aber viele zweifeln daran|so der Leiter des Projekts"),
-)  # fmt: skip
+# Openings per language, and the parts of a German sentence: subject, verb, clause, end.
+_FOREIGN = json.loads(Path(__file__).with_name("foreign.json").read_text())
 _TRANSLATE = (
     "Translate {0} to English: |Translate from {0} to English: |Translate this {0} sentence into "
     "English: |Please translate to English: |What does this mean in English? |English translation "
@@ -94,8 +70,9 @@ _TOPICS = (
     "electric cars|the human heart|a museum robbery|penguins|a rock band|deep-sea fish|tax law|"
     "a marathon|the moon|vaccines|a chess champion|rice farming|a bank failure|a train strike|"
     "wolves|bread baking|a space telescope|the printing press|a tennis match|earthquakes|a famous "
-    "painter|online shopping|an airline|sleep|a river flood|dinosaurs|a film festival|plastic waste|"
-    "a court case|tea|wind farms|a mountain rescue|the stock market|a cooking show|robots|forests"
+    "painter|online shopping|an airline|sleep|a river flood|dinosaurs|a film festival|"
+    "plastic waste|a court case|tea|wind farms|a mountain rescue|the stock market|a cooking show|"
+    "robots|forests"
 )
 _WRITE = (
     "Write a news report about {0}.|Write an encyclopedia article about {0}.|Write a detailed "
@@ -141,13 +118,14 @@ def _pick(rng: random.Random, choices: str) -> str:
 
 
 def _translation(rng: random.Random) -> Opening:
-    language = rng.choices(tuple(_FOREIGN), (12, 2, 2, 1))[0]
+    language = rng.choices(tuple(_FOREIGN["openings"]), (12, 2, 2, 1))[0]
     frame = _pick(rng, _TRANSLATE).format(language)
     if language == "German" and rng.random() < 0.4:
-        subject, verb, clause, end = (_pick(rng, part) for part in _GERMAN)
+        subject, verb, clause, end = (rng.choice(part) for part in _FOREIGN["german"])
         tail = f", {end}" if end else ""
         return Opening("translation", f"{frame}{subject} {verb}, {clause}{tail}.", complete=True)
-    return Opening("translation", frame + _pick(rng, _FOREIGN[language]), 60, cut_ok=True)
+    begun = rng.choice(_FOREIGN["openings"][language])
+    return Opening("translation", frame + begun, 60, cut_ok=True)
 
 
 def opening(rng: random.Random) -> Opening:

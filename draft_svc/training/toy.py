@@ -113,7 +113,8 @@ def _parameters(c: ModelConfig, seed: int) -> dict[str, Tensor]:
     return {name: tensor.requires_grad_() for name, tensor in found.items()}
 
 
-def _logits(p: dict[str, Tensor], c: ModelConfig, ids: Tensor, tables: tuple[Tensor, Tensor]
+def _logits(
+    p: dict[str, Tensor], c: ModelConfig, ids: Tensor, tables: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Qwen3 with gradients; ids [B, L] -> [B, L, V]."""
     batch, length = ids.shape
@@ -162,14 +163,15 @@ def fit_target(
         logits = _logits(p, c, ids[:, :-1], tables)[:, 1:]  # the first two tokens are random
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 2:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(p.values(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 30) * (1 - 0.9 * used / seconds)
         optimizer.step()
         smooth, step = 0.97 * smooth + 0.03 * float(loss.detach()), step + 1
         if used - told > 10:
-            say(f"target: {used:3.0f} s, loss {smooth:.3f} (the language itself: {language.entropy:.3f})")
+            best = language.entropy
+            say(f"target: {used:3.0f} s, loss {smooth:.3f} (the language itself: {best:.3f})")
             told = used
     _write_target(directory, config, {n: t.detach().to(torch.float32) for n, t in p.items()})
     return smooth
@@ -220,9 +222,10 @@ def run_toy(out: Path, options: ToyOptions, say: Callable[[str], None] = print) 
     )  # fmt: skip
     generate(net, chat, out / "data", manifest, made, prompts, say)
     rank = ",rank=16" if options.method == "dspark" else ""
-    spec = parse_spec(f"{options.method},name=draft,mask={MASK_ID}{rank}", net.config)
-    batches = BatchOptions(tokens=2048, block_tokens=4096, density=0.33)
-    wanted = TrainOptions(minutes=options.train_seconds / 60, lr=4e-3, batches=batches)
+    text = f"{options.method},name=draft,layers=1,block=5,mask={MASK_ID}{rank}"
+    spec = parse_spec(text, net.config)
+    batches = BatchOptions(tokens=1024, block_tokens=1280, density=0.33, block=5)
+    wanted = TrainOptions(minutes=options.train_seconds / 60, lr=5e-3, batches=batches)
     trainer = Trainer(net, [spec], load_corpus([out / "data"]), wanted, say)
     trainer.measure_scale()
     trainer.run()

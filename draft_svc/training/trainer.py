@@ -71,7 +71,8 @@ def schedule(progress: float, options: TrainOptions) -> float:
 def optimizers(draft: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
     """AdamW for everything; with "muon", Muon for the matrices of the body and AdamW for the
     rest. Muon's step is scaled to AdamW's size, so one learning rate serves both."""
-    matrices, rest = [], []
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
     for name, parameter in draft.p.items():
         body = name.startswith(("layers.", "fc.")) and parameter.dim() == 2
         (matrices if body and options.optimizer == "muon" else rest).append(parameter)
@@ -309,9 +310,7 @@ class Trainer:
                 for name, value in state["params"][i].items():
                     draft.p[name].copy_(value)
             draft.tap_scale = state["scales"][i].to(draft.device)
-            for optimizer, saved in zip(
-                self._optimizers[i], state["optimizers"][i], strict=True
-            ):
+            for optimizer, saved in zip(self._optimizers[i], state["optimizers"][i], strict=True):
                 optimizer.load_state_dict(saved)
         self.place = tuple(state["place"])
         self.step, self.elapsed, self.tokens, self.blocks = state["counters"]
@@ -321,9 +320,7 @@ def _numbers(found: Sequence[dict[str, Tensor]]) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in each.items()} for each in found]
 
 
-def _ahead(
-    source: Iterator[tuple[Batch, Place]], depth: int = 4
-) -> Iterator[tuple[Batch, Place]]:
+def _ahead(source: Iterator[tuple[Batch, Place]], depth: int = 4) -> Iterator[tuple[Batch, Place]]:
     """Builds the next batches in a thread while the device works."""
     with ThreadPoolExecutor(1) as pool:
         waiting = deque(pool.submit(next, source) for _ in range(depth))

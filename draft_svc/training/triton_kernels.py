@@ -1,8 +1,9 @@
-"""Triton kernels of the frozen target and of the loss; `kernels.py` holds their definitions in torch.
+"""Triton kernels of the frozen target and of the loss; `kernels.py` defines them in torch.
 
 Rows are int64 offsets, sums are fp32. Head width must be a power of two for `decode_attention`.
 """
 
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
 from typing import Any
@@ -13,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-
 @triton.jit
-def _add_rms_norm(  # type: ignore[no-untyped-def]
+def _add_rms_norm(
     residual, delta, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -42,7 +42,7 @@ def add_rms_norm(
 
 
 @triton.jit
-def _silu_mul(both, out, inner, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul(both, out, inner, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < inner
@@ -60,7 +60,7 @@ def silu_mul(both: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rope(  # type: ignore[no-untyped-def]
+def _rope(
     qkv, positions, cos, sin, q_norm, k_norm, k_cache, v_cache, eps, max_length, width,
     HQ: tl.constexpr, HK: tl.constexpr, HD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, STORE: tl.constexpr,
@@ -125,7 +125,7 @@ def rope_(
 
 
 @triton.jit
-def _decode_attention(  # type: ignore[no-untyped-def]
+def _decode_attention(
     qkv, k_cache, v_cache, positions, out, scale, max_length, width, window,
     HQ: tl.constexpr, HK: tl.constexpr, HD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -145,18 +145,14 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     for start in range(first // BLOCK * BLOCK, length, BLOCK):
         n = start + tl.arange(0, BLOCK)
         inside = (n < length) & (n >= first)
-        k = tl.load(
-            k_cache + base + n[None, :] * HD + d[:, None], mask=inside[None, :], other=0.0
-        )
+        k = tl.load(k_cache + base + n[None, :] * HD + d[:, None], mask=inside[None, :], other=0.0)
         s = tl.dot(q, k, input_precision="ieee") * scale
         s = tl.where(inside[None, :], s, -1e30)
         new = tl.maximum(best, tl.max(s, 1))
         p = tl.exp(s - new[:, None])
         keep = tl.exp(best - new)
         total = total * keep + tl.sum(p, 1)
-        v = tl.load(
-            v_cache + base + n[:, None] * HD + d[None, :], mask=inside[:, None], other=0.0
-        )
+        v = tl.load(v_cache + base + n[:, None] * HD + d[None, :], mask=inside[:, None], other=0.0)
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         best = new
     acc = acc / total[:, None]
@@ -186,9 +182,7 @@ def decode_attention(
 
 
 @triton.jit
-def _choose(  # type: ignore[no-untyped-def]
-    logits, temperature, seeds, positions, out, V, BLOCK: tl.constexpr
-):
+def _choose(logits, temperature, seeds, positions, out, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row)
     seed = tl.load(seeds + row)
@@ -216,9 +210,7 @@ def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 
 @triton.jit
-def _loss_stats(  # type: ignore[no-untyped-def]
-    zq, zp, labels, stats, V, BLOCK: tl.constexpr
-):
+def _loss_stats(zq, zp, labels, stats, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     mq = tl.full([BLOCK], -1e30, tl.float32)
     mp = tl.full([BLOCK], -1e30, tl.float32)
@@ -277,9 +269,7 @@ def loss_stats(zq: Tensor, zp: Tensor, labels: Tensor) -> Tensor:
 
 
 @triton.jit
-def _loss_grad(  # type: ignore[no-untyped-def]
-    zq, zp, labels, stats, weights, V, ce, kl, tv, BLOCK: tl.constexpr
-):
+def _loss_grad(zq, zp, labels, stats, weights, V, ce, kl, tv, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lse_q = tl.load(stats + row * 8)
     lse_p = tl.load(stats + row * 8 + 1)

@@ -1,8 +1,8 @@
 """DSpark (arXiv 2607.05147): a DFlash block, then a left-to-right pass that corrects every slot by
 the token drawn before it.
 
-logits_k = base_k + W2 W1[x_{k-1}] with x_0 the anchor; confidence_k = sigmoid(w [h_k ; W1[x_{k-1}]]).
-The body, its context and its pages are those of DFlash.
+logits_k = base_k + W2 W1[x_{k-1}], x_0 being the anchor; confidence_k = sigmoid(w [h_k ;
+W1[x_{k-1}]]). The body, its context and its pages are those of DFlash.
 """
 
 from __future__ import annotations

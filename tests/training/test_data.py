@@ -72,7 +72,9 @@ def test_shards_are_added_to_and_belong_to_one_target(tmp_path: Path) -> None:
         writer.flush()
     corpus = load_corpus([tmp_path])
     assert corpus.ids.dtype == np.uint16
-    assert [corpus.document(i).tolist() for i in range(5)] == [[1, 2, 3, *d.answer] for d in documents]
+    assert [corpus.document(i).tolist() for i in range(5)] == [
+        [1, 2, 3, *d.answer] for d in documents
+    ]
     assert corpus.kinds.tolist() == [4, 5, 6, 7, 8]
     counts = read_manifest(tmp_path)
     assert counts is not None and counts.counts["train_answer_tokens"] == 30

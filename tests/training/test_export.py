@@ -99,7 +99,7 @@ def test_dspark_in_the_engine_equals_training(tmp_path: Path, text: str, kernels
 
 def test_going_on_from_an_export_keeps_the_function(tmp_path: Path) -> None:
     """Config and weights survive a round trip, for any scale of the taps."""
-    trainer, draft, directory = exported(tmp_path, "dspark,rank=8,causal=true,window=9")
+    _, draft, directory = exported(tmp_path, "dspark,rank=8,causal=true,window=9")
     again = read_spec(directory, draft.spec.name, draft.net.config)
     assert again == draft.spec
     other = DraftNet(again, draft.net, 5)

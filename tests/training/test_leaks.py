@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from draft_svc.training.batches import Batch
+from draft_svc.training.draft import inside, visible
+from draft_svc.training.net import load_target
 from draft_svc.training.trainer import Trainer
+from engine.attention.base import LayerMode
 from tests.training.toys import corpus_of, random_documents, tiny_target, trainer_of
 
 VARIANTS = ("dflash", "dflash,causal=true", "dflash,window=5", "dflash,causal=true,window=3")
@@ -24,8 +27,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def setting(target: Path, text: str) -> tuple[Trainer, Batch, Tensor]:
-    from draft_svc.training.net import load_target
-
     net = load_target(target, torch.device("cpu"), torch.float32)
     trainer = trainer_of(net, [text + ",taps=0/2"], corpus_of(random_documents(6)))
     batch, _ = next(trainer.batches.stream())
@@ -52,7 +53,9 @@ def test_nothing_at_or_after_the_anchor_is_seen(target: Path, text: str) -> None
         assert torch.equal(states_of(trainer, batch, dirty).view_as(plain)[number], plain[number])
         dirty = taps.clone()
         dirty[row, anchor - 1] += 10
-        assert not torch.equal(states_of(trainer, batch, dirty).view_as(plain)[number], plain[number])
+        assert not torch.equal(
+            states_of(trainer, batch, dirty).view_as(plain)[number], plain[number]
+        )
 
 
 def test_blocks_do_not_see_each_other(target: Path) -> None:
@@ -87,10 +90,7 @@ def test_inputs_of_a_block_are_anchor_and_masks(target: Path) -> None:
 @pytest.mark.parametrize("text", ["dflash,causal=true", "dflash,window=3"])
 def test_a_window_or_a_causal_block_hides_later_slots(target: Path, text: str) -> None:
     """The last slot cannot reach the first one where the mode says so."""
-    from draft_svc.training.draft import inside, visible
-    from engine.attention.base import LayerMode
-
-    trainer, batch, _ = setting(target, text)
+    trainer, _, _ = setting(target, text)
     mode = trainer.drafts[0].spec.mode
     seen = inside(mode, 8, torch.device("cpu"))
     for i in range(8):

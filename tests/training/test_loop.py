@@ -28,7 +28,9 @@ def greedy(net: TargetNet, prompts: list[list[int]], max_new: int) -> list[list[
     return [found[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("text", ["dflash", "dspark,rank=8", "dspark,rank=8,slots=next_token,block=7"])
+@pytest.mark.parametrize(
+    "text", ["dflash", "dspark,rank=8", "dspark,rank=8,slots=next_token,block=7"]
+)
 def test_over_fitting_one_text_accepts_whole_blocks(tmp_path: Path, text: str) -> None:
     """DF-1, DF-3, DF-10: a draft that knows one text by heart reaches tau = proposals + 1 in the
     real loop; a label, tap or position that is one off cannot."""

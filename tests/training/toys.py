@@ -45,9 +45,7 @@ def spec(net: TargetNet, text: str) -> DraftSpec:
     return parse_spec(f"{text},mask={MASK},intermediate=96", net.config)
 
 
-def trainer_of(
-    net: TargetNet, texts: Sequence[str], corpus: Corpus, **options: object
-) -> Trainer:
+def trainer_of(net: TargetNet, texts: Sequence[str], corpus: Corpus, **options: object) -> Trainer:
     defaults: dict[str, object] = {"batches": BATCHES, "steps": 4, "gate_minutes": 0.0}
     specs = [spec(net, text) for text in texts]
     return Trainer(net, specs, corpus, TrainOptions(**(defaults | options)), lambda _: None)
