@@ -82,6 +82,7 @@ def run_generate(args: argparse.Namespace) -> None:
         passage_share=args.passage_share,
         seed=args.seed,
         stride=args.stride,
+        graph=not args.eager,
     )
     manifest.settings = asdict(options)
     if (args.prompts_only or chat is None) and not args.prompts:
@@ -326,6 +327,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--holdout", type=float, default=0.01, help="share of prompts kept from training")
     add("--prompts", type=Path, help="jsonl with prompt or messages")
     add("--prompts-only", action="store_true", help="no prompts by the target")
+    add("--eager", action="store_true", help="no CUDA graph")
     add("--stride", type=int, default=16, help="decode steps between looks at the slots")
     sub.set_defaults(run=run_generate)
 

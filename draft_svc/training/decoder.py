@@ -57,7 +57,7 @@ class _State:
 
 
 class BatchDecoder:
-    """`max_length` bounds prompt + answer of every job."""
+    """`max_length` bounds prompt + answer of every job; `graph` matters on a GPU only."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class BatchDecoder:
         max_length: int,
         stop_ids: Sequence[int],
         stride: int = 16,
+        graph: bool = True,
     ) -> None:
         self.net, self.slots, self.max_length, self.stride = net, slots, max_length, stride
         device = net.device
@@ -88,6 +89,7 @@ class BatchDecoder:
             out=zeros(i64, max_length + 1),
         )
         self._jobs: list[Job | None] = [None] * slots
+        self._use_graph = graph
         self._graph: torch.cuda.CUDAGraph | None = None
         self.made_tokens = 0
 
@@ -177,11 +179,13 @@ class BatchDecoder:
                     return
                 self._step(int(self._s.positions.max()) + 1)
             return
-        if self._graph is None:
+        if self._graph is None and self._use_graph:
             self._capture()
-        assert self._graph is not None
         for _ in range(self.stride):
-            self._graph.replay()
+            if self._graph is None:
+                self._step(None)
+            else:
+                self._graph.replay()
 
     def _capture(self) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

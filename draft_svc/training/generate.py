@@ -37,6 +37,7 @@ class GenerateOptions:
     seed: int = 0
     stride: int = 16
     own_prompts: bool = True
+    graph: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ def generate(
         max_length=options.max_length,
         stop_ids=net.config.eos_token_ids or (chat.eos_ids if chat else ()),
         stride=options.stride,
+        graph=options.graph,
     )
     deadline = started + options.minutes * 60
 
