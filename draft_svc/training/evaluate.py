@@ -24,8 +24,9 @@ class EvalPrompt:
 
 @dataclass(slots=True)
 class SetReport:
-    """One category at one temperature. tau: mean over outputs that do not loop; tau_all: over all.
-    accept[k]: share of rounds whose proposal k + 1 was accepted; conditional[k]: of those that
+    """One category at one temperature. tau: tokens per verify round of all outputs that do not
+    loop, as `specwire bench` counts; tau_all: looping ones included; tau_mean: each output's own
+    tau, averaged (loops left out). accept[k]: share of rounds whose proposal k + 1 was accepted; conditional[k]: of those that
     accepted all before it."""
 
     category: str
@@ -34,13 +35,14 @@ class SetReport:
     looping: int
     tau: float
     tau_all: float
+    tau_mean: float
     ngram_tau: float
     accept: list[float] = field(default_factory=list)
     conditional: list[float] = field(default_factory=list)
 
 
-def ngram_tau(outcome: Outcome, k: int) -> float:
-    """tau that lookup in prompt and output would have had on the same text."""
+def ngram_rounds(outcome: Outcome, k: int) -> tuple[int, int]:
+    """Tokens and verify rounds that lookup in prompt and output would have had on this text."""
     text = [*outcome.prompt, *outcome.ids]
     index = NgramIndex(*_NGRAM, text[: len(outcome.prompt) + 1])
     place, emitted, rounds = len(outcome.prompt) + 1, 0, 0
@@ -53,7 +55,7 @@ def ngram_tau(outcome: Outcome, k: int) -> float:
         new = text[place : place + got + 1]
         index.extend(new)
         place, emitted, rounds = place + len(new), emitted + len(new), rounds + 1
-    return emitted / rounds if rounds else 0.0
+    return emitted, rounds
 
 
 def evaluate(
@@ -93,29 +95,33 @@ def _report(name: str, outcomes: list[Outcome], temperature: float, k: int) -> S
         temperature=temperature,
         prompts=len(outcomes),
         looping=len(usable) - len(clean),
-        tau=_mean([o.tau for o in clean]),
-        tau_all=_mean([o.tau for o in usable]),
-        ngram_tau=_mean([ngram_tau(o, k) for o in clean]),
+        tau=_pooled([(sum(o.emitted), len(o.emitted)) for o in clean]),
+        tau_all=_pooled([(sum(o.emitted), len(o.emitted)) for o in usable]),
+        tau_mean=_pooled([(o.tau, 1) for o in clean]),
+        ngram_tau=_pooled([ngram_rounds(o, k) for o in clean]),
         accept=[round(reached[i + 1] / max(len(rounds), 1), 3) for i in range(k)],
         conditional=[round(reached[i + 1] / max(reached[i], 1), 3) for i in range(k)],
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return round(sum(values) / len(values), 3) if values else 0.0
+def _pooled(pairs: Sequence[tuple[float, int]]) -> float:
+    """Sum of the first over sum of the second."""
+    rounds = sum(count for _, count in pairs)
+    return round(sum(value for value, _ in pairs) / rounds, 3) if rounds else 0.0
 
 
 def table(reports: Sequence[SetReport]) -> str:
     """A table in Markdown."""
     lines = [
-        "| set | T | prompts | looping | tau | tau (all) | n-gram tau | accepted at 1, 2, ... |",
-        "|---|---|---|---|---|---|---|---|",
+        "| set | T | prompts | looping | tau | tau (all) | mean of taus | n-gram tau "
+        "| accepted at 1, 2, ... |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in reports:
         accept = " ".join(f"{a:.2f}" for a in r.accept)
         lines.append(
             f"| {r.category} | {r.temperature:g} | {r.prompts} | {r.looping} | {r.tau:.2f} "
-            f"| {r.tau_all:.2f} | {r.ngram_tau:.2f} | {accept} |"
+            f"| {r.tau_all:.2f} | {r.tau_mean:.2f} | {r.ngram_tau:.2f} | {accept} |"
         )
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ import torch
 
 from draft_svc.training.decoder import BatchDecoder, Job
 from draft_svc.training.draft import DraftNet
-from draft_svc.training.evaluate import EvalPrompt, evaluate, ngram_tau
+from draft_svc.training.evaluate import EvalPrompt, evaluate, ngram_rounds
 from draft_svc.training.loop import Outcome, noise, speculate
 from draft_svc.training.net import TargetNet
 from engine.noise import gumbel
@@ -110,14 +110,16 @@ def test_report_of_a_known_outcome(tmp_path: Path) -> None:
     fresh = rng.permutation(90)[:30].tolist()
     outcome = Outcome([1, 2, 3], fresh, [7, 0, 3], [8, 1, 4])
     assert outcome.tau == 13 / 3
-    assert ngram_tau(outcome, 7) == 1.0
+    assert ngram_rounds(outcome, 7) == (29, 29)
     looped = Outcome([1, 2, 3], [5, 6, 7] * 10, [7, 7], [8, 8])
-    assert ngram_tau(looped, 7) > 3
+    tokens, rounds = ngram_rounds(looped, 7)
+    assert tokens == 29 and rounds < 12
     from draft_svc.training.evaluate import _report
 
     report = _report("all", [outcome, looped], 0.0, 7)
     assert (report.prompts, report.looping) == (2, 1)
-    assert report.tau == round(13 / 3, 3) and report.tau_all == round((13 / 3 + 8) / 2, 3)
+    assert report.tau == report.tau_mean == round(13 / 3, 3) and report.tau_all == 5.8
+    assert report.ngram_tau == 1.0
     assert report.accept == [0.667, 0.667, 0.667, 0.333, 0.333, 0.333, 0.333]
     assert report.conditional == [0.667, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0]
     net = tiny_target(tmp_path)
