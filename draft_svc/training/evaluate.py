@@ -26,8 +26,11 @@ class EvalPrompt:
 class SetReport:
     """One category at one temperature. tau: tokens per verify round of all outputs that do not
     loop, as `specwire bench` counts; tau_all: looping ones included; tau_mean: each output's own
-    tau, averaged (loops left out). accept[k]: share of rounds whose proposal k + 1 was accepted; conditional[k]: of those that
-    accepted all before it."""
+    tau, averaged (loops left out).
+
+    accept[k]: share of rounds whose proposal k + 1 was accepted; conditional[k]: of those that
+    accepted all before it.
+    """
 
     category: str
     temperature: float

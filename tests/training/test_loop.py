@@ -38,7 +38,7 @@ def test_over_fitting_one_text_accepts_whole_blocks(tmp_path: Path, text: str) -
     prompt = random_ids(5, seed=3)
     answer = greedy(net, [prompt], 40)[0]
     trainer = trainer_of(
-        net, [text + ",taps=0/2"], corpus_of([[*prompt, *answer]] * 8, 5), steps=120, lr=4e-3
+        net, [text + ",taps=0/2"], corpus_of([[*prompt, *answer]] * 8, 5), steps=80, lr=5e-3
     )
     trainer.measure_scale()
     trainer.run()
