@@ -201,8 +201,6 @@ class DraftNet:
         return float(self.net.embedding[:4096].float().norm(dim=-1).mean())
 
     def _initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        if name == "norm.weight":  # the head expects states as the target's final norm leaves them
-            return self.net.norm.float().cpu().clone()
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         if name.startswith(("markov_head", "confidence_head")):
