@@ -25,7 +25,7 @@ from engine.errors import CheckpointError
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool, PageTable
 from engine.linear import Linear, pack_linear
-from engine.models.config import from_hf
+from engine.models.config import ModelConfig, from_hf
 from engine.models.dflash_config import DFlashConfig, parse_dflash
 from engine.models.layers import NATIVE, TORCH, head_norm
 from engine.models.rope import rope_tables
@@ -104,6 +104,8 @@ def choose_attention(config: DFlashConfig, options: DFlashOptions) -> Resolution
 
 class DFlashModel:
     """A loaded draft with its own pages. One thread calls it."""
+
+    first_slot = 1  # of a block, the first that proposes: the anchor's own proposes nothing
 
     def __init__(
         self,
@@ -242,9 +244,16 @@ class DFlashModel:
         The block's own K/V is scratch behind the context: the table's length does not change.
         Raises OutOfPages.
         """
-        c = self.config
-        count = c.max_draft_tokens if count is None else count
-        b = c.block_size
+        count = self.config.max_draft_tokens if count is None else count
+        states = self.states(blocks, count)
+        return self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
+
+    @torch.inference_mode()
+    def states(self, blocks: Sequence[Block], count: int) -> Tensor:
+        """Final states [len(blocks), count, hidden] of the first `count` proposing slots; what
+        `propose_logits` says holds here too.
+        """
+        c, b = self.config, self.config.block_size
         for block in blocks:
             assert block.start + b <= c.max_positions, (
                 "a block must end inside the draft's positions"
@@ -252,8 +261,8 @@ class DFlashModel:
             assert block.table.length == block.start - block.origin, "context must reach the anchor"
             block.table.reserve(block.start - block.origin + b)
         self._copy_pages()
-        hidden = self._forward(blocks).view(len(blocks), b, -1)[:, 1 : count + 1]
-        return self._head(hidden.reshape(-1, c.hidden_size)).view(len(blocks), count, -1)
+        states = self._forward(blocks).view(len(blocks), b, -1)
+        return states[:, self.first_slot : self.first_slot + count]
 
     def _forward(self, blocks: Sequence[Block]) -> Tensor:
         """Final-norm states [len(blocks) * block_size, hidden]."""
@@ -299,6 +308,20 @@ class LoadedDraft:
     target_fingerprint: str
 
 
+def target_tables(
+    directory: Path, target: ModelConfig, options: DFlashOptions
+) -> tuple[Tensor, Tensor]:
+    """Embedding and head [vocab, hidden] of the target's checkpoint. Raises CheckpointError."""
+    weights = Weights(directory, options.weight_dtype)
+    shape = (target.vocab_size, target.hidden_size)
+    if options.head_rows < 0 or options.head_rows > shape[0]:
+        raise CheckpointError(
+            f"head_rows = {options.head_rows} is not supported; accepted: 0 .. {shape[0]}"
+        )
+    embedding = weights.take("model.embed_tokens.weight", *shape)
+    return embedding, embedding if target.tied_head else weights.take("lm_head.weight", *shape)
+
+
 def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:
     """Loads a z-lab style checkpoint, and embedding and head from the target's. Raises
     CheckpointError, and AttentionRefused before any weight is read."""
@@ -309,14 +332,7 @@ def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = N
     if (checkpoint / "mask_embedding.pt").exists():
         raise CheckpointError("a mask vector of its own (mask_embedding.pt) is not supported")
     attention = choose_attention(config, options)
-    weights = Weights(source.directory, options.weight_dtype)
-    shape = (target_config.vocab_size, target_config.hidden_size)
-    embedding = weights.take("model.embed_tokens.weight", *shape)
-    head = embedding if target_config.tied_head else weights.take("lm_head.weight", *shape)
-    if options.head_rows < 0 or options.head_rows > shape[0]:
-        raise CheckpointError(
-            f"head_rows = {options.head_rows} is not supported; accepted: 0 .. {shape[0]}"
-        )
+    embedding, head = target_tables(source.directory, target_config, options)
     draft = Weights(checkpoint, options.weight_dtype)
     model = DFlashModel(config, draft, embedding, head, options, attention)
     return LoadedDraft(

@@ -92,7 +92,7 @@ def test_settings_files_that_cannot_be_read(starter: Starter, module: str, tmp_p
 @pytest.mark.parametrize(
     ("module", "argv", "parts"),
     [
-        ("draft_svc", "--methods magic", ["methods is 'magic'", "ngram, dflash"]),
+        ("draft_svc", "--methods magic", ["'magic'", "ngram, hybrid, draft_model, dflash"]),
         ("draft_svc", "--methods ngram --default-method dflash", ["default_method", "ngram"]),
         ("draft_svc", "--ngram-min 5 --ngram-max 4", ["ngram_min must not exceed ngram_max"]),
         ("target_svc", "--exactness nearly", ["exactness is 'nearly'", "'exact' or 'fast'"]),

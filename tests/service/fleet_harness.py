@@ -52,8 +52,8 @@ class ToyTarget:
 
     @property
     def opened(self) -> int:
-        """Prompts it ran: steps that began at position 0."""
-        return sum(item[0] == 0 for step in self.engine.log for item in step)
+        """Sessions that it opened since it started."""
+        return 0 if self.app is None else int(self.app.metrics.value("verdicts", kind="open"))
 
 
 class FleetWorld:

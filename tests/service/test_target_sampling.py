@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from draft_svc.methods.base import MethodInfo
 from draft_svc.requests import sampling_of
 from engine.runner import NativeEngine
 from specwire.v1 import common_pb2, target_pb2
@@ -268,6 +269,6 @@ def test_a_draft_takes_every_option_and_needs_few() -> None:
         bad_sequences=[common_pb2.TokenSequence(ids=[1, 2])],
         min_tokens=4,
     )
-    got = sampling_of(message)
+    got = sampling_of(message, MethodInfo("toy", "toy", max_draft_tokens=7))
     assert (got.temperature, got.top_k, got.seed, got.choice) == (0.5, 7, 2**64 - 1, 3)
     assert got.top_p == pytest.approx(0.9)
