@@ -308,8 +308,21 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
+_EXAMPLES = """Examples:
+  specwire train-draft toy
+  specwire train-draft generate --target DIR --out data --minutes 8
+  specwire train-draft train --target DIR --data data --out run --draft dspark,mask=16,rank=64 --minutes 15
+  specwire train-draft evaluate --target DIR --draft run/dspark --prompts prompts.jsonl
+"""
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Train a draft for a target on the target's own text.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     sub = commands.add_parser("generate", help="documents from the target itself")
