@@ -137,6 +137,27 @@ async def test_a_lower_priority_value_keeps_its_pages() -> None:
         assert last.key == key(1) and list(last.tokens) == continuation([1] * 9, 2)[1:]
 
 
+async def test_a_finished_session_loses_its_pages_before_one_at_work() -> None:
+    """Its KV is of no more use; what a session behind would run again is."""
+    engine = ToyEngine(pages=9, page_tokens=4)
+    async with target(engine, preempt_idle_ms=60_000) as service:
+        peer = service.peer()
+        await peer.send(open_target([1] * 8, 1, key(1), no_prefix_cache=True))
+        assert (await peer.verdict()).finish
+        await peer.send(open_target([2] * 8, 20, key(2), no_prefix_cache=True))
+        await peer.verdict()
+        await peer.send(open_target([3] * 8, 4, key(3), no_prefix_cache=True))
+        await peer.verdict()
+        assert service.count("preemptions") == 0
+        text = continuation([2] * 8, 20)
+        for step, have in enumerate((1, 5, 9, 13), start=1):
+            await peer.send(verify(step, 8 + have, text[have : have + 3], at=key(2)))
+            assert (await peer.verdict()).accepted == 3
+        assert service.count("preemptions") == 1
+        held = {s.key.session_id for s in service.app.scheduler.sessions if s.table is not None}
+        assert held == {2, 3}
+
+
 async def test_a_draft_takes_no_pages_from_others() -> None:
     """It is cut to what is free; only the anchor is worth a preemption."""
     engine = ToyEngine(pages=7, page_tokens=4)
