@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.sessions import Key
 from tests.service.target_harness import (
     FakeDraft,
     Peer,
@@ -237,6 +238,42 @@ async def test_the_lease_of_a_session_without_pages() -> None:
             while len(service.app.scheduler.sessions) > 1:  # noqa: ASYNC110  (nobody is told)
                 await asyncio.sleep(0.05)
         assert await peer.heartbeat(key(1), key(2)) == [1]
+
+
+async def test_a_lease_that_ended_in_mid_step_does_not_keep_the_loop_awake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt whose last chunk has no page waits for one, whatever its lease; quietly."""
+    engine = ToyEngine(pages=9, page_tokens=4, chunk=8)
+    async with target(engine, preempt_idle_ms=60_000, prefill_chunk_tokens=8) as service:
+        peer, text = service.peer(), continuation([1] * 9, 16)
+        await peer.send(open_target([1] * 9, 16, key(1)))
+        await peer.verdict()
+        engine.gate.clear()
+        engine.entered.clear()
+        await peer.send(open_target([2] * 17, 2, key(2), lease_ms=100))
+        await asyncio.to_thread(engine.entered.wait, 5)
+        await peer.send(verify(1, 10, text[1:8], at=key(1)))
+        await peer.heartbeat(key(1))
+        engine.gate.set()
+        assert (await peer.verdict()).key == key(1)
+        scheduler = service.app.scheduler
+        waiting = scheduler.sessions.named(Key(1, 2, 1))
+        while not (waiting.begun and asyncio.get_running_loop().time() > waiting.lease_until):
+            await asyncio.sleep(0.02)
+        looks, look = 0, scheduler._expire
+
+        def counted(now: float) -> None:
+            nonlocal looks
+            looks += 1
+            look(now)
+
+        monkeypatch.setattr(scheduler, "_expire", counted)
+        await asyncio.sleep(0.3)
+        assert waiting.begun and not waiting.running and looks < 10
+        await peer.send(target_pb2.CloseSession(key=key(1)))
+        assert (await peer.reply()).HasField("closed")
+        assert list((await peer.verdict()).tokens) == continuation([2] * 17, 1)
 
 
 async def test_steps_and_prompts_in_order_of_priority() -> None:
