@@ -7,7 +7,7 @@ import logging
 from engine.api import Item
 from engine.default_model import tokenizer_document
 from engine.errors import BackendUnavailable, CheckpointError, EngineError
-from engine.runner import load_engine
+from engine.loading import load_engine
 from specwire.errors import Reason, SpecwireError
 from target_svc.app import Loaded
 from target_svc.costs import measure

@@ -259,8 +259,10 @@ async def test_a_lease_that_ended_in_mid_step_does_not_keep_the_loop_awake(
         assert (await peer.verdict()).key == key(1)
         scheduler = service.app.scheduler
         waiting = scheduler.sessions.named(Key(1, 2, 1))
-        while not (waiting.begun and asyncio.get_running_loop().time() > waiting.lease_until):
-            await asyncio.sleep(0.02)
+        clock = asyncio.get_running_loop().time
+        async with asyncio.timeout(5):
+            while not waiting.begun or clock() <= waiting.lease_until:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         looks, look = 0, scheduler._expire
 
         def counted(now: float) -> None:

@@ -1,0 +1,99 @@
+"""From settings to a native engine: the checkpoint, the pages, the attention backend."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from engine.api import ModelInfo
+from engine.attention.select import make_backend
+from engine.config import EngineConfig
+from engine.default_model import resolve_model
+from engine.device import kv_dtype, numerics_fingerprint, resolve_device, use_native, weight_dtype
+from engine.errors import SettingRefused
+from engine.kv.cache import KVCache, KVGeometry
+from engine.models.config import ModelConfig, from_hf
+from engine.models.layers import NATIVE, TORCH
+from engine.models.llama import LlamaModel
+from engine.runner import NativeEngine
+from engine.tokenizer import check_vocabulary, read_document
+from engine.weights import Weights, fingerprint, read_json
+
+
+@torch.inference_mode()
+def load_engine(config: EngineConfig) -> NativeEngine:
+    """Loads the model, allocates pages, chooses the attention backend, checks row independence.
+
+    Raises SettingRefused, CheckpointError or BackendUnavailable.
+    """
+    resolve_device(config.device)
+    if config.threads > 0:
+        torch.set_num_threads(config.threads)
+    native = use_native(config.kernels)
+    source = resolve_model(config.model)
+    model_config = from_hf(read_json(source.directory / "config.json"))
+    limit = session_length(config, model_config)
+    document = read_document(source.directory)
+    check_vocabulary(document, model_config.vocab_size)
+    geometry = KVGeometry(
+        layers=model_config.layer_count,
+        kv_heads=model_config.kv_heads,
+        head_dim=model_config.head_dim,
+        page_tokens=config.page_tokens,
+        dtype=kv_dtype(config.kv_dtype),
+    )
+    cache = allocate_cache(config, geometry)
+    backend, report = make_backend(
+        config.attention_backend,
+        cache,
+        model_config.heads,
+        model_config.modes,
+        native,
+        config.kv_bucket,
+    )
+    weights = Weights(source.directory, weight_dtype(config.dtype))
+    kernels = NATIVE if native else TORCH
+    # Padding rows of a short block may stand past the limit.
+    model = LlamaModel(model_config, weights, kernels, limit, padding=config.exact_width)
+    special = json.loads(document)["special"]
+    info = ModelInfo(
+        name=source.name,
+        fingerprint=fingerprint(source.directory),
+        numerics=numerics_fingerprint(
+            config, native, report.chosen, limit if model_config.rope.kind == "dynamic" else 0
+        ),
+        vocab_size=model_config.vocab_size,
+        hidden_size=model_config.hidden_size,
+        layer_count=model_config.layer_count,
+        max_length=limit,
+        eos_token_ids=tuple(special["eos_token_ids"]) or model_config.eos_token_ids,
+        device="cpu",
+        dtype=str(weight_dtype(config.dtype)).removeprefix("torch."),
+    )
+    return NativeEngine(config, model, cache, backend, report, info)
+
+
+def session_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Longest session in tokens. Raises SettingRefused for more than the model can do."""
+    if config.max_length is None:
+        return model.default_length
+    if config.max_length > model.max_positions:
+        accepted = f"2 to {model.max_positions}, the model's own limit"
+        raise SettingRefused("max_length", config.max_length, accepted)
+    return config.max_length
+
+
+def allocate_cache(config: EngineConfig, geometry: KVGeometry) -> KVCache:
+    """The pages that the settings ask for and a scratch page. Raises SettingRefused."""
+    page_bytes = geometry.bytes_per_token * geometry.page_tokens
+    field = "kv_memory_mb" if config.kv_pages is None else "kv_pages"
+    count = config.kv_pages or config.kv_memory_mb * 2**20 // page_bytes
+    if count < 1:
+        accepted = f"{-(-page_bytes // 2**20)} or more: one page has {page_bytes} bytes"
+        raise SettingRefused(field, getattr(config, field), accepted)
+    try:
+        return KVCache(geometry, count + 1)
+    except MemoryError:
+        accepted = f"what this machine has memory for: one page has {page_bytes} bytes"
+        raise SettingRefused(field, getattr(config, field), accepted) from None
