@@ -14,8 +14,9 @@ class EngineConfig:
     dtype          of the weights: auto, bfloat16 or float32; activations are fp32 on the CPU
     kv_dtype       auto, float32 or bfloat16
     kernels        native: our C kernels or an error; torch: never; auto: native if they build
-    max_length     longest session in tokens; None: the model's own limit, which with `dynamic` RoPE
-                   is the original length (a longer one turns all positions by its own theta)
+    max_length     longest session in tokens; None: the model's own limit, or what the pages hold
+                   if that is less. With `dynamic` RoPE the model's is the original length (a longer
+                   one turns all positions by its own theta)
     kv_pages       pages of the pool; None derives them from `kv_memory_mb`
     threads        0 leaves torch's own choice
     exact_width    rows of a verify block in exact mode; only where rows are not independent

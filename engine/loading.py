@@ -33,7 +33,6 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     native = use_native(config.kernels)
     source = resolve_model(config.model)
     model_config = from_hf(read_json(source.directory / "config.json"))
-    limit = session_length(config, model_config)
     document = read_document(source.directory)
     check_vocabulary(document, model_config.vocab_size)
     geometry = KVGeometry(
@@ -44,6 +43,7 @@ def load_engine(config: EngineConfig) -> NativeEngine:
         dtype=kv_dtype(config.kv_dtype),
     )
     cache = allocate_cache(config, geometry)
+    limit = session_length(config, model_config, (cache.page_count - 1) * config.page_tokens)
     backend, report = make_backend(
         config.attention_backend,
         cache,
@@ -74,13 +74,16 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     return NativeEngine(config, model, cache, backend, report, info)
 
 
-def session_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest session in tokens. Raises SettingRefused for more than the model can do."""
+def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:
+    """Longest session in tokens, of which the pages hold `held`. Raises SettingRefused for a length
+    that cannot be.
+    """
     if config.max_length is None:
-        return model.default_length
-    if config.max_length > model.max_positions:
-        accepted = f"2 to {model.max_positions}, the model's own limit"
-        raise SettingRefused("max_length", config.max_length, accepted)
+        return min(model.default_length, held)
+    limits = ((model.max_positions, "the model's own limit"), (held, "what the KV pages hold"))
+    most, reason = min(limits)
+    if config.max_length > most:
+        raise SettingRefused("max_length", config.max_length, f"2 to {most}, {reason}")
     return config.max_length
 
 

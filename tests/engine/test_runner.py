@@ -160,6 +160,15 @@ def test_start_up_refusals(directory: Path) -> None:
     with pytest.raises(SettingRefused, match=r"^max_length = 513 .* accepted: 2 to 512, the model"):
         load_tiny(directory, max_length=513)
     assert load_tiny(directory, max_length=512).info.max_length == 512
+    with pytest.raises(SettingRefused, match=r"^max_length = 65 .* accepted: 2 to 64, what the KV"):
+        load_tiny(directory, max_length=65, kv_pages=4)
+
+
+def test_no_session_is_promised_more_than_the_pages_hold(directory: Path) -> None:
+    """A request without a length of its own gets the longest; it must fit."""
+    engine = load_tiny(directory, kv_pages=4)
+    assert engine.info.max_length == 64
+    engine.allocate(engine.info.max_length).free()
     with pytest.raises(CheckpointError, match="does not exist"):
         load_engine(EngineConfig(model="no-such-model"))
 
