@@ -139,11 +139,13 @@ class Residency:
         return self._engine.stats().free - (claimed - held)
 
     def _claim(self, session: Session) -> int:
-        """Pages that the session has or is about to take: the rest of its prompt's, and, unless it
-        is at its end, another one."""
+        """Pages that the session has or, unless it is at its end, is about to take: the rest of
+        its prompt's and another one."""
         held = len(session.table.pages) if session.table is not None else 0
+        if session.finished:
+            return held
         soon = max(held, self._pages(len(session.ids)))
-        return soon + int(not session.finished and self._pages(session.spec.limit_len) > soon)
+        return soon + int(self._pages(session.spec.limit_len) > soon)
 
     def _trim(self, session: Session) -> bool:
         """Frees what others hold and do not use, such as the room of rejected drafts."""

@@ -159,6 +159,18 @@ async def test_a_finished_session_loses_its_pages_before_one_at_work() -> None:
         assert held == {2, 3}
 
 
+async def test_a_finished_session_claims_no_further_page() -> None:
+    """Its last token never runs; a new session may have that page, and nobody loses any."""
+    engine = ToyEngine(pages=4, page_tokens=4)
+    async with target(engine, preempt_idle_ms=60_000) as service:
+        peer = service.peer()
+        await peer.send(open_target([1] * 8, 1, key(1), no_prefix_cache=True))
+        assert (await peer.verdict()).finish
+        await peer.send(open_target([2] * 7, 1, key(2), no_prefix_cache=True))
+        assert list((await peer.verdict()).tokens) == continuation([2] * 7, 1)
+        assert service.count("preemptions") == 0 and peer.load.preempted == 0
+
+
 async def test_a_draft_takes_no_pages_from_others() -> None:
     """It is cut to what is free; only the anchor is worth a preemption."""
     engine = ToyEngine(pages=7, page_tokens=4)
