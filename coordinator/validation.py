@@ -10,7 +10,13 @@ from coordinator.placement import PLAIN, Choice, Group
 from coordinator.session import SessionSpec
 from coordinator.text import ROLES, TextModel
 from specwire.errors import Reason, SpecwireError
-from specwire.sampling import MAX_CHOICES, check_stop_ids, checked_logprobs, complete
+from specwire.sampling import (
+    MAX_CHOICES,
+    check_stop_ids,
+    checked_logprobs,
+    checked_prompt_logprobs,
+    complete,
+)
 from specwire.v1 import common_pb2, generate_pb2
 
 MAX_STOPS = 16
@@ -18,8 +24,6 @@ MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 MAX_PRIORITY = 1000
-# Prompt tokens times (1 + alternatives) of `prompt_logprobs`: about 3 MB with the tokens' texts.
-MAX_PROMPT_SCORES = 100_000
 _EXACTNESS = {
     "exact": common_pb2.EXACTNESS_EXACT,
     "fast": common_pb2.EXACTNESS_FAST,
@@ -78,7 +82,9 @@ def _answer(
         margins=request.return_margins,
         return_ids=request.return_token_ids,
         logprobs=_logprobs(request, "logprobs"),
-        prompt_logprobs=_prompt_logprobs(request, prompt_tokens),
+        prompt_logprobs=checked_prompt_logprobs(
+            _logprobs(request, "prompt_logprobs"), prompt_tokens
+        ),
         priority=_priority(request),
         request_id=request.request_id,
     )
@@ -156,17 +162,6 @@ def _logprobs(
     request: generate_pb2.GenerateRequest, name: Literal["logprobs", "prompt_logprobs"]
 ) -> int | None:
     return checked_logprobs(name, getattr(request, name)) if request.HasField(name) else None
-
-
-def _prompt_logprobs(request: generate_pb2.GenerateRequest, prompt_tokens: int) -> int | None:
-    """They travel in one message, which has a limit."""
-    top = _logprobs(request, "prompt_logprobs")
-    most = MAX_PROMPT_SCORES // prompt_tokens - 1
-    if top is not None and top > most:
-        accepted = f"0 to {most}" if most >= 0 else "absent"
-        accepted += f" for a prompt of {prompt_tokens} tokens"
-        raise SpecwireError.field("prompt_logprobs", top, accepted)
-    return top
 
 
 def _priority(request: generate_pb2.GenerateRequest) -> int:

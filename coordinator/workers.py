@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from coordinator.breaker import Breaker
 from coordinator.costs import Cost, Costs
@@ -22,7 +23,7 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, targe
 
 log = logging.getLogger(__name__)
 
-ItemT = TypeVar("ItemT")
+ItemT = TypeVar("ItemT", bound=Message)
 _INFO_TIMEOUT_S = 5.0
 # Weight of the newest time in the running means of rounds and proposals.
 _WEIGHT = 0.1

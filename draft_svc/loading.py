@@ -17,10 +17,10 @@ from draft_svc.methods.ngram import NgramMethod
 from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
 from engine.device import resolve_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError
+from engine.loading import load_engine
 from engine.models.config import from_hf
 from engine.models.dflash import DFlashOptions, choose_attention, load_dflash
 from engine.models.dflash_config import parse_dflash
-from engine.runner import load_engine
 from engine.tokenizer import token_table
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError

@@ -16,8 +16,9 @@ class EngineConfig:
     attention_backend, cuda_graph_mode  see engine/attention/request.py
     role           whom refusals and logs name; a draft is an ordinary model that drafts
     kernels        native: our C kernels or an error; torch: never; auto: native if they build
-    max_length     longest session in tokens; None: the model's own limit, which with `dynamic` RoPE
-                   is the original length (a longer one turns all positions by its own theta)
+    max_length     longest session in tokens; None: the model's own limit, or what the pages hold
+                   if that is less. With `dynamic` RoPE the model's is the original length (a longer
+                   one turns all positions by its own theta)
     kv_pages       pages of the pool; None derives them from `kv_memory_mb`
     threads        0 leaves torch's own choice
     exact_width    rows of a verify block in exact mode; only where rows are not independent

@@ -71,13 +71,19 @@ def _write(path: Path, directory: Path) -> None:
         raise CheckpointError(f"GGUF file {path.name} cannot be read: {cause(error)}") from None
     architecture = str(fields.get("general.architecture"))
     names = {tensor.name: hf_name(tensor.name, architecture) for tensor in reader.tensors}
-    config = hf_config(fields, tied="lm_head.weight" not in names.values())
+    try:
+        config = hf_config(fields, tied="lm_head.weight" not in names.values())
+        document = document_from_gguf(fields)
+    except KeyError as error:
+        raise CheckpointError(f"GGUF metadata has no {error.args[0]}") from None
+    except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise CheckpointError(f"GGUF metadata is malformed: {error}") from None
     state = {}
     for tensor in reader.tensors:
         values = unpermute(tensor.name, _plain(tensor), fields)
         state[names[tensor.name]] = values.to(torch.bfloat16)
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))
-    (directory / TOKENIZER_FILE).write_bytes(document_from_gguf(fields))
+    (directory / TOKENIZER_FILE).write_bytes(document)
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -142,6 +148,7 @@ def _refuse_unsupported(architecture: str, own: Mapping[str, Any]) -> None:
 
 
 def hf_config(fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
+    """config.json for the metadata of a GGUF file. KeyError: something is not there."""
     architecture = fields.get("general.architecture")
     _check(architecture)
     own = {
@@ -150,30 +157,27 @@ def hf_config(fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
         if name.startswith(f"{architecture}.")
     }
     _refuse_unsupported(str(architecture), own)
-    try:
-        hidden, heads = own["embedding_length"], own["attention.head_count"]
-        rotated = own.get("rope.dimension_count", hidden // heads)
-        return {
-            "architectures": [FAMILIES[str(architecture)].architecture],
-            "model_type": architecture,
-            "hidden_act": "silu",
-            "hidden_size": hidden,
-            "intermediate_size": own["feed_forward_length"],
-            "num_hidden_layers": own["block_count"],
-            "num_attention_heads": heads,
-            "num_key_value_heads": own.get("attention.head_count_kv", heads),
-            "head_dim": own.get("attention.key_length", rotated),
-            # Stored in single precision: 1e-5 would come back as 9.999999747e-06.
-            "rms_norm_eps": float(f"{own['attention.layer_norm_rms_epsilon']:.6g}"),
-            "rope_theta": float(own.get("rope.freq_base", 10000.0)),
-            "max_position_embeddings": own["context_length"],
-            "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-            "tie_word_embeddings": tied,
-            "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
-            "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
-            "torch_dtype": "bfloat16",
-            "name": fields.get("general.name", ""),
-        }
-    except KeyError as error:
-        raise CheckpointError(f"GGUF metadata has no {error.args[0]}") from None
+    hidden, heads = own["embedding_length"], own["attention.head_count"]
+    rotated = own.get("rope.dimension_count", hidden // heads)
+    return {
+        "architectures": [FAMILIES[str(architecture)].architecture],
+        "model_type": architecture,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": own["feed_forward_length"],
+        "num_hidden_layers": own["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": own.get("attention.key_length", rotated),
+        # Stored in single precision: 1e-5 would come back as 9.999999747e-06.
+        "rms_norm_eps": float(f"{own['attention.layer_norm_rms_epsilon']:.6g}"),
+        "rope_theta": float(own.get("rope.freq_base", 10000.0)),
+        "max_position_embeddings": own["context_length"],
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": tied,
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
+        "torch_dtype": "bfloat16",
+        "name": fields.get("general.name", ""),
+    }

@@ -1,7 +1,7 @@
 """Options that change logits: banned ids, bias and penalties, with the draft prefix counted in.
 
 The definitions are vLLM's. Repetition counts tokens of prompt and output, presence and frequency
-those of the output only.
+those of the output only; a banned sequence is one of the output, whatever the prompt ends with.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _banned(sampling: Sampling, ids: Sequence[int], length: int, output: int) ->
     banned = list(sampling.stop_ids) if output < sampling.min_tokens else []
     for sequence in sampling.bad_sequences:
         *before, last = sequence
-        if len(before) <= length and list(ids[length - len(before) : length]) == before:
+        if len(before) <= max(0, output) and list(ids[length - len(before) : length]) == before:
             banned.append(last)
     return banned
 

@@ -1,10 +1,8 @@
-"""The native engine: loads a target, owns its pages, runs steps."""
+"""The native engine: owns a loaded target's pages and runs its steps."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,21 +11,14 @@ from engine import selftest
 from engine.api import Item, ItemResult, ModelInfo, TokenLogprobs
 from engine.attention.base import AttentionBackend
 from engine.attention.report import AttentionReport
-from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.batch import Packed, Placed, pack
 from engine.choose import Chosen, choose, drafts_of
 from engine.config import EngineConfig
-from engine.default_model import resolve_model
-from engine.device import kv_dtype, numerics_fingerprint, resolve_device, use_native, weight_dtype
-from engine.errors import CheckpointError
-from engine.kv.cache import KVCache, KVGeometry
+from engine.kv.cache import KVCache
 from engine.kv.pool import PagePool, PageTable, PoolStats
 from engine.logprobs import score_rows
-from engine.models.config import from_hf
-from engine.models.layers import NATIVE, TORCH, Rows
+from engine.models.layers import Rows
 from engine.models.llama import LlamaModel
-from engine.tokenizer import check_vocabulary, read_document
-from engine.weights import Weights, fingerprint, read_json
 
 
 class NativeEngine:
@@ -183,71 +174,3 @@ class NativeEngine:
         """fp32 logits of outputs of the last layer [rows, hidden]."""
         model = self._model
         return model.head(model.kernels.rms_norm(rows, model.norm, model.config.rms_eps))
-
-
-@torch.inference_mode()
-def load_engine(config: EngineConfig) -> NativeEngine:
-    """Loads the model, allocates pages, chooses the attention backend, checks row independence."""
-    resolve_device(config.device)
-    if config.threads > 0:
-        torch.set_num_threads(config.threads)
-    native = use_native(config.kernels)
-    source = resolve_model(config.model)
-    model_config = from_hf(read_json(source.directory / "config.json"))
-    limit = min(config.max_length or model_config.default_length, model_config.max_positions)
-    document = read_document(source.directory)
-    check_vocabulary(document, model_config.vocab_size)
-    attention = resolve_attention(
-        AttentionOptions(
-            config.attention_backend, config.kv_dtype, config.page_tokens, config.cuda_graph_mode
-        ),
-        heads=model_config.heads,
-        kv_heads=model_config.kv_heads,
-        head_dim=model_config.head_dim,
-        modes=model_config.modes,
-        native=native,
-        role=config.role,
-        method="draft_model" if config.role == "draft" else "",
-        query_tokens=config.exact_width if config.role == "target" else 1,
-    )
-    # Nothing after this sees "auto".
-    config = replace(config, kv_dtype=attention.geometry.dtype)
-    geometry = KVGeometry(
-        layers=model_config.layer_count,
-        kv_heads=model_config.kv_heads,
-        head_dim=model_config.head_dim,
-        page_tokens=config.page_tokens,
-        dtype=kv_dtype(config.kv_dtype),
-    )
-    cache = KVCache(geometry, page_count(config, geometry) + 1)
-    backend, report = make_backend(attention, cache, config.kv_bucket), attention.report()
-    weights = Weights(source.directory, weight_dtype(config.dtype))
-    kernels = NATIVE if native else TORCH
-    # Padding rows of a short block may stand past the limit.
-    model = LlamaModel(model_config, weights, kernels, limit, padding=config.exact_width)
-    special = json.loads(document)["special"]
-    info = ModelInfo(
-        name=source.name,
-        fingerprint=fingerprint(source.directory),
-        numerics=numerics_fingerprint(
-            config, native, report.chosen, limit if model_config.rope.kind == "dynamic" else 0
-        ),
-        vocab_size=model_config.vocab_size,
-        hidden_size=model_config.hidden_size,
-        layer_count=model_config.layer_count,
-        max_length=limit,
-        eos_token_ids=tuple(special["eos_token_ids"]) or model_config.eos_token_ids,
-        device="cpu",
-        dtype=str(weight_dtype(config.dtype)).removeprefix("torch."),
-    )
-    return NativeEngine(config, model, cache, backend, report, info)
-
-
-def page_count(config: EngineConfig, geometry: KVGeometry) -> int:
-    """Pages that the settings ask for; at least one."""
-    if config.kv_pages is not None:
-        return config.kv_pages
-    count = config.kv_memory_mb * 2**20 // (geometry.bytes_per_token * geometry.page_tokens)
-    if count < 1:
-        raise CheckpointError(f"kv_memory_mb = {config.kv_memory_mb} holds no page of this model")
-    return count

@@ -31,7 +31,7 @@ class EngineSettings(BaseModel):
     )
     threads: int = Field(0, ge=0, le=1024, description="threads of the engine; 0: as many as cores")
     max_length: int | None = Field(
-        None, ge=2, description="longest session in tokens; unset: the model's own limit"
+        None, ge=2, description="longest session in tokens; unset: what model and KV pages allow"
     )
     page_tokens: int = Field(16, ge=1, le=4096, description="tokens of one KV page")
     kv_pages: int | None = Field(None, ge=1, description="KV pages; unset: from kv_memory_mb")

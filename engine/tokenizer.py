@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.models.fields import refuse, token_ids
-from engine.weights import read_json
+from engine.weights import read_json, read_text
 
 TOKENIZER_FILE = "tokenizer_document.json"
 _CONTROL = 3  # GGUF token type
@@ -75,14 +75,20 @@ def check_vocabulary(document: bytes, vocab_size: int) -> None:
     """Raises CheckpointError when the tokenizer can give ids that the model does not have, or the
     text ends with such an id: a tokenizer of another model. Fewer ids than rows are usual.
     """
-    parsed = json.loads(document)
-    highest = _highest_id(parsed["tokenizer"])
+    try:
+        parsed = json.loads(document)
+        tokenizer, ends = parsed["tokenizer"], parsed["special"]["eos_token_ids"]
+    except (ValueError, TypeError, KeyError):
+        raise CheckpointError(
+            f"{TOKENIZER_FILE} is malformed; accepted: what the conversion of a GGUF file writes"
+        ) from None
+    highest = _highest_id(tokenizer)
     if highest >= vocab_size:
         raise CheckpointError(
             f"the tokenizer does not belong to the model: its highest id is {highest}; "
             f"accepted: ids in [0, {vocab_size}), the model's vocabulary"
         )
-    for token in parsed["special"]["eos_token_ids"]:
+    for token in ends:
         if not 0 <= token < vocab_size:
             raise refuse("eos_token_id", token, f"ids in [0, {vocab_size}), the vocabulary")
 
@@ -179,7 +185,7 @@ def document_from_hf(directory: Path) -> bytes:
 
     def text(key: str) -> str:
         value = options.get(f"{key}_token") or ""
-        return str(value["content"] if isinstance(value, dict) else value)
+        return str(value.get("content", "") if isinstance(value, dict) else value)
 
     eos = token_ids(generation.get("eos_token_id", model.get("eos_token_id")))
     special = {
@@ -197,11 +203,14 @@ def document_from_hf(directory: Path) -> bytes:
 def _chat_template(directory: Path, options: Mapping[str, Any]) -> str:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text()
+        return read_text(path)
     template = options.get("chat_template") or ""
     if isinstance(template, list):  # several named templates
-        template = next((t["template"] for t in template if t["name"] == "default"), "")
-    return str(template)
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template", named) if named else ""
+    if not isinstance(template, str):
+        raise refuse("chat_template", template, "a template, or a list of named ones")
+    return template
 
 
 def _optional(directory: Path, name: str) -> dict[str, Any]:

@@ -33,15 +33,22 @@ def _unreadable(name: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint file {name} cannot be read: {cause(error)}")
 
 
-def read_json(path: Path) -> Any:
+def read_text(path: Path) -> str:
+    """A file of the checkpoint. Raises CheckpointError."""
     try:
-        return json.loads(path.read_text())
+        return path.read_text("utf-8")
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint has no {path.name}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path.name, error) from None
+
+
+def read_json(path: Path) -> Any:
+    text = read_text(path)
+    try:
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint file {path.name} is not valid JSON: {error}") from None
-    except OSError as error:
-        raise _unreadable(path.name, error) from None
 
 
 def weight_map(directory: Path) -> dict[str, str]:

@@ -8,7 +8,12 @@ from typing import Literal
 from engine import api
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import decode_ids
-from specwire.sampling import check_stop_ids, checked_logprobs, complete
+from specwire.sampling import (
+    check_stop_ids,
+    checked_logprobs,
+    checked_prompt_logprobs,
+    complete,
+)
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.sessions import Key, OpenSpec
 from target_svc.settings import TargetSettings
@@ -78,7 +83,9 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
         exact=_exact(request.exactness, limits),
         margins=request.report_margins,
         logprobs=_logprobs(request, "logprobs"),
-        prompt_logprobs=_logprobs(request, "prompt_logprobs"),
+        prompt_logprobs=checked_prompt_logprobs(
+            _logprobs(request, "prompt_logprobs"), request.prompt_len or len(ids)
+        ),
         taps=_taps(request.push_to.format, limits) if request.HasField("push_to") else (),
         rows_from=request.rows_from,
         lease_s=(request.lease_ms or limits.lease_ms) / 1000,

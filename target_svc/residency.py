@@ -1,9 +1,9 @@
 """Which sessions have pages: admission and preemption.
 
 Lower rank comes first: priority, then arrival. A session that needs a page and finds none takes
-those of a session behind it, the last one first. So the first session that has something to do
-always gets on. Those behind wait, except for the pages of sessions that have finished or that
-nobody asked anything of for a while: a coordinator that keeps still must not stop the others.
+those of sessions that have finished or that nobody asked anything of for a while (a coordinator
+that keeps still must not stop the others), then those of the sessions behind it, the last one
+first. So the first session that has something to do always gets on, and those behind wait.
 
 Pages change hands between steps only.
 """
@@ -139,11 +139,13 @@ class Residency:
         return self._engine.stats().free - (claimed - held)
 
     def _claim(self, session: Session) -> int:
-        """Pages that the session has or is about to take: the rest of its prompt's, and, unless it
-        is at its end, another one."""
+        """Pages that the session has or, unless it is at its end, is about to take: the rest of
+        its prompt's and another one."""
         held = len(session.table.pages) if session.table is not None else 0
+        if session.finished:
+            return held
         soon = max(held, self._pages(len(session.ids)))
-        return soon + int(not session.finished and self._pages(session.spec.limit_len) > soon)
+        return soon + int(self._pages(session.spec.limit_len) > soon)
 
     def _trim(self, session: Session) -> bool:
         """Frees what others hold and do not use, such as the room of rejected drafts."""
@@ -154,18 +156,19 @@ class Residency:
         return self._engine.stats().free > before
 
     def _victims(self, session: Session, now: float) -> list[Session]:
-        """Whose pages the session may take, the first to lose them first."""
+        """Whose pages the session may take: first of those that have no use for them."""
 
-        def gives_way(other: Session) -> bool:
-            if other is session or other.table is None or other.running:
-                return False
-            unused = other.step is None and (
-                other.finished or now - other.idle_since >= self._idle_s
-            )
-            return unused or other.rank > session.rank
+        def unused(other: Session) -> bool:
+            idle = other.finished or now - other.idle_since >= self._idle_s
+            return other.step is None and idle
 
-        victims = [other for other in self._sessions if gives_way(other)]
-        return sorted(victims, key=lambda other: other.rank, reverse=True)
+        others = [
+            other
+            for other in self._sessions
+            if other is not session and other.table is not None and not other.running
+        ]
+        victims = [other for other in others if unused(other) or other.rank > session.rank]
+        return sorted(victims, key=lambda other: (unused(other), other.rank), reverse=True)
 
     def _make_room(self, session: Session, missing: int, now: float) -> bool:
         """Takes pages from those behind, if theirs are enough; whether anybody gave."""

@@ -47,9 +47,9 @@ class RowHistory:
         """Appends rows; rows that do not continue the kept ones replace them."""
         if start != self.end:
             self._parts.clear()
-        self._parts.append((start, rows[-self._limit :] if self._limit else rows[:0]))
-        if len(rows) > self._limit:
-            self._parts[-1] = (start + len(rows) - self._limit, self._parts[-1][1])
+        skip = max(0, len(rows) - self._limit)
+        # A copy: a part of the engine's tensor would keep the rows of the whole step alive.
+        self._parts.append((start + skip, rows[skip:].copy()))
         while self._parts and self.end - self._first_end() >= self._limit:
             self._parts.popleft()
 

@@ -127,7 +127,7 @@ class Scheduler:
 
     async def _sleep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Waits for an item, for the next lease or deadline to end, or to look for pages again."""
-        ends = [session.lease_until for session in self.sessions]
+        ends = [session.lease_until for session in self.sessions if not session.begun]
         ends += [s.step.deadline for s in self.sessions if s.step and s.step.deadline is not None]
         ends += [loop.time() + _RETRY_S] if self._progress.ready else []
         timer = loop.call_at(min(ends), self._wake.set) if ends else None
@@ -139,12 +139,11 @@ class Scheduler:
         """Ends steps past their deadline and sessions past their lease, but none in mid-step."""
         for session in self.sessions:
             step = session.step
-            begun = step is not None and step.started is not None and session.table is not None
             if step is not None and step.deadline is not None and now >= step.deadline:
                 self._progress.fail(
                     session, SpecwireError(Reason.DEADLINE, "the deadline has passed"), now
                 )
-            elif now >= session.lease_until and not begun:
+            elif now >= session.lease_until and not session.begun:
                 self._metrics.dropped("lease_expired")
                 self.remove(session)
 

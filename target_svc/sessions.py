@@ -143,6 +143,12 @@ class Session:
         return self.opening or self.kv < len(self.ids) - 1
 
     @property
+    def begun(self) -> bool:
+        """In the middle of a step: no lease ends there."""
+        begun = self.step is not None and self.step.started is not None
+        return begun and self.table is not None
+
+    @property
     def preempted(self) -> bool:
         """Gave its pages away after it had begun."""
         return self.table is None and self.computed is not None

@@ -6,7 +6,8 @@ import asyncio
 import secrets
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 from specwire.errors import Reason, SpecwireError
@@ -16,6 +17,8 @@ PROTOCOL_MINOR = 0
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 LINK_MESSAGE_BYTES = 16 * 1024 * 1024
+# Items are put into one frame up to this size; the rest is room for one more.
+FRAME_BYTES = LINK_MESSAGE_BYTES // 2
 # Bulk data is cut into pieces of at most this size, so that small frames get between them.
 CHUNK_BYTES = 1024 * 1024
 
@@ -96,13 +99,15 @@ class OutboxFull(Exception):
 
 
 class Outbox(Generic[T]):
-    """Items waiting for one stream. Everything that waits leaves together, as one frame.
+    """Items waiting for one stream. Everything that waits leaves together, as one frame, unless it
+    is too large for one: the stream would end, and every session on it with it.
 
     For one event loop: other threads go through `loop.call_soon_threadsafe`.
     """
 
-    def __init__(self, limit: int = 4096) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = 4096, size: Callable[[T], int] = lambda _: 0) -> None:
+        """`size` gives an item's bytes."""
+        self._limit, self._size = limit, size
         self._items: list[T] = []
         self._changed = asyncio.Event()
         self.closed = False
@@ -120,11 +125,15 @@ class Outbox(Generic[T]):
         self._changed.set()
 
     async def take_all(self) -> list[T]:
-        """Waits for items and returns all; an empty list means closed and drained."""
+        """Waits for items and returns all that fit into a frame, the first in any case; an empty
+        list means closed and drained."""
         if not self._items and not self.closed:
             self._changed.clear()
             await self._changed.wait()
-        taken, self._items = self._items, []
+        total = accumulate(map(self._size, self._items))
+        count = next((i for i, size in enumerate(total) if i and size > FRAME_BYTES), None)
+        taken = self._items[:count]
+        del self._items[:count]
         return taken
 
     def close(self) -> None:

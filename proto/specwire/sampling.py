@@ -12,6 +12,8 @@ from specwire.v1 import common_pb2
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+# Prompt tokens times (1 + alternatives) of `prompt_logprobs`: about 3 MB with the tokens' texts.
+MAX_PROMPT_SCORES = 100_000
 MAX_STOP_IDS = 256
 MAX_LOGIT_BIAS = 300
 MAX_BAD_SEQUENCES = 128
@@ -106,4 +108,14 @@ def check_stop_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 def checked_logprobs(field: str, value: int) -> int:
     if value > MAX_LOGPROBS:
         raise SpecwireError.field(field, value, f"0 to {MAX_LOGPROBS} alternatives")
+    return value
+
+
+def checked_prompt_logprobs(value: int | None, prompt_tokens: int) -> int | None:
+    """They travel in one message, which has a limit."""
+    most = MAX_PROMPT_SCORES // prompt_tokens - 1
+    if value is not None and value > most:
+        accepted = f"0 to {most}" if most >= 0 else "absent"
+        accepted += f" for a prompt of {prompt_tokens} tokens"
+        raise SpecwireError.field("prompt_logprobs", value, accepted)
     return value

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from engine.api import Item
 from engine.default_model import tokenizer_document
 from engine.errors import BackendUnavailable, CheckpointError, EngineError
-from engine.runner import load_engine
+from engine.loading import load_engine
 from specwire.errors import Reason, SpecwireError
 from target_svc.app import Loaded
 from target_svc.costs import measure
@@ -17,15 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def load_native(settings: TargetSettings) -> Loaded:
-    """Loads the weights and runs small steps, so that the first request finds everything warm."""
+    """Loads the weights and measures steps, so that the first request finds everything warm."""
     try:
         engine = load_engine(settings.engine_config(settings.model))
-        log.info("warming up")
-        table = engine.allocate(8)
-        for start, ids, draws in ((0, [1, 2, 3], 1), (3, [4, 5], 2)):
-            table.truncate(min(start, table.length))
-            engine.step([Item(table=table, ids=ids, start=start, draws=draws)])
-        table.free()
+        log.info("measuring steps")
         costs = tuple(measure(engine, settings.exactness == "exact"))
         return Loaded(engine, tokenizer_document(settings.model), costs=costs)
     except BackendUnavailable as error:

@@ -61,6 +61,17 @@ async def test_outbox_merges_what_waits() -> None:
     assert await waiting == [3, 4]
 
 
+async def test_outbox_fills_no_frame_beyond_its_limit() -> None:
+    """One more item than a frame has room for would end the stream of all sessions on it."""
+    outbox: Outbox[int] = Outbox(size=lambda item: item)
+    for item in (rpc.FRAME_BYTES - 1, 1, 5, rpc.FRAME_BYTES + 1, 7, 8):
+        outbox.put(item)
+    assert await outbox.take_all() == [rpc.FRAME_BYTES - 1, 1]
+    assert await outbox.take_all() == [5]
+    assert await outbox.take_all() == [rpc.FRAME_BYTES + 1]
+    assert await outbox.take_all() == [7, 8]
+
+
 async def test_outbox_is_bounded() -> None:
     outbox: Outbox[int] = Outbox(limit=2)
     outbox.put(0)

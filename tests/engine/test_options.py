@@ -50,8 +50,8 @@ def reference(raw: list[float], s: Sampling, prompt: list[int], output: list[int
     for token, logit in enumerate(raw):
         bad = any(
             q[-1] == token
-            and text[len(text) - len(q) + 1 :] == list(q[:-1])
-            and len(q) <= len(text) + 1
+            and len(q) <= len(output) + 1
+            and output[len(output) - len(q) + 1 :] == list(q[:-1])
             for q in s.bad_sequences
         )
         if bad or (token in s.stop_ids and len(output) < s.min_tokens):
@@ -86,6 +86,15 @@ def test_each_option_sees_the_draft_prefix(name: str) -> None:
             # What the row would be if the prefix were forgotten is something else.
             assert expected != pytest.approx(reference(raw[i], sampling, PROMPT, OUTPUT), abs=1e-3)
     assert changed >= 2
+
+
+def test_a_banned_sequence_is_one_of_the_output() -> None:
+    """As in vLLM: the prompt's last tokens are not its beginning; after a re-open they may be."""
+    sampling = Sampling(bad_sequences=((5, 6), (7,)))
+    for prompt_len, banned in ((4, {7}), (3, {7}), (2, {6, 7})):
+        logits = rows(1)
+        apply(logits, sampling, [1, 2, 5], prompt_len, [])
+        assert {i for i in range(VOCAB) if logits[0, i] == -math.inf} == banned
 
 
 def test_options_that_are_off_change_nothing() -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, SettingRefused
 from engine.models.rope import (
     extended_positions,
     inverse_frequencies,
@@ -99,7 +99,10 @@ def test_dynamic_is_fixed_by_the_length_of_the_engine(tmp_path: Path, kernels: s
     assert plain.info.max_length == POSITIONS
     longer = load_tiny(tmp_path, kernels, max_length=90)
     assert longer.info.max_length == 90
-    assert load_tiny(tmp_path, kernels, max_length=1000).info.max_length == 3 * POSITIONS
+    longest = 3 * POSITIONS
+    assert load_tiny(tmp_path, kernels, max_length=longest).info.max_length == longest
+    with pytest.raises(SettingRefused, match=rf"max_length = 1000 .* accepted: 2 to {longest}"):
+        load_tiny(tmp_path, kernels, max_length=1000)
     for engine, count in ((plain, 30), (plain, POSITIONS), (longer, 90)):
         ids, table = random_ids(count, seed=count), engine.allocate(96)
         first, rest = (

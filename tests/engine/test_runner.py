@@ -11,7 +11,8 @@ import torch
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.errors import BackendUnavailable, CheckpointError, OutOfPages, SettingRefused
-from engine.runner import NativeEngine, load_engine
+from engine.loading import load_engine
+from engine.runner import NativeEngine
 from tests.engine.tiny import HIDDEN, KERNELS, VOCAB, load_tiny, random_ids, run, write_llama
 
 GREEDY = Sampling(temperature=0.0)
@@ -153,8 +154,23 @@ def test_start_up_refusals(directory: Path) -> None:
             load_tiny(directory, **{field: value})
     with pytest.raises(BackendUnavailable, match="TORCH_SDPA"):
         load_tiny(directory, attention_backend="FLASHINFER")
-    with pytest.raises(CheckpointError, match="kv_memory_mb"):
-        load_tiny(directory, kv_pages=None, kv_memory_mb=0)
+    with pytest.raises(SettingRefused, match=r"^kv_memory_mb = 1 .* accepted: 4 or more: one page"):
+        load_tiny(directory, kv_pages=None, kv_memory_mb=1, page_tokens=4096)
+    for setting in ({"kv_pages": 10**12}, {"kv_pages": None, "kv_memory_mb": 10**12}):
+        with pytest.raises(SettingRefused, match=r"= 1000000000000 .* accepted: what this machine"):
+            load_tiny(directory, **setting)
+    with pytest.raises(SettingRefused, match=r"^max_length = 513 .* accepted: 2 to 512, the model"):
+        load_tiny(directory, max_length=513)
+    assert load_tiny(directory, max_length=512).info.max_length == 512
+    with pytest.raises(SettingRefused, match=r"^max_length = 65 .* accepted: 2 to 64, what the KV"):
+        load_tiny(directory, max_length=65, kv_pages=4)
+
+
+def test_no_session_is_promised_more_than_the_pages_hold(directory: Path) -> None:
+    """A request without a length of its own gets the longest; it must fit."""
+    engine = load_tiny(directory, kv_pages=4)
+    assert engine.info.max_length == 64
+    engine.allocate(engine.info.max_length).free()
     with pytest.raises(CheckpointError, match="does not exist"):
         load_engine(EngineConfig(model="no-such-model"))
 

@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.default_model import resolve_model, tokenizer_document
-from engine.runner import NativeEngine, load_engine
+from engine.loading import load_engine
+from engine.runner import NativeEngine
 
 PROMPTS = [
     "Name three rivers in Europe.",

@@ -20,8 +20,8 @@ from engine.config import EngineConfig
 from engine.default_model import packaged_gguf, resolve_model, tokenizer_document, tokenizer_hash
 from engine.errors import CheckpointError
 from engine.gguf_import import ARCHITECTURES, hf_name
-from engine.runner import load_engine
-from engine.tokenizer import document_from_gguf
+from engine.loading import load_engine
+from engine.tokenizer import document_from_gguf, read_document
 from engine.weights import cause, fingerprint, shard_names
 from tests.engine.tiny import (
     load_tiny,
@@ -352,6 +352,36 @@ def test_gguf_metadata_refusals(
         resolve_model(str(tmp_path / "odd.gguf"))
 
 
+@pytest.mark.parametrize(
+    ("method", "key", "words"),
+    [
+        ("add_token_merges", None, r"has no tokenizer\.ggml\.merges"),
+        ("add_token_types", None, r"has no tokenizer\.ggml\.token_type"),
+        ("add_embedding_length", None, r"has no embedding_length"),
+        ("add_head_count", "llama.attention.head_count", "malformed: .* by zero"),
+        ("add_bos_token_id", "tokenizer.ggml.merges", "malformed: 'int' object is not iterable"),
+    ],
+)
+def test_gguf_metadata_that_is_absent_or_odd(
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    key: str | None,
+    words: str,
+) -> None:
+    def odd(writer: gguf.GGUFWriter, _: object) -> None:
+        if key is not None:
+            writer.add_uint32(key, 0)
+
+    if key == "tokenizer.ggml.merges":
+        monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda *_: None)
+    monkeypatch.setattr(gguf.GGUFWriter, method, odd)
+    write_gguf(tmp_path / "odd.gguf", {})
+    with pytest.raises(CheckpointError, match=words):
+        resolve_model(str(tmp_path / "odd.gguf"))
+
+
 def test_gguf_of_another_architecture(tmp_path: Path, cache: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gemma3")
     writer.write_header_to_file()
@@ -415,10 +445,30 @@ def test_tokenizers_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not valid JSON"):
         load_tiny(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         load_tiny(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json; accepted"):
+        load_tiny(tmp_path)
+    (tmp_path / "tokenizer_document.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer_document\.json is malformed; accepted"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template", [[1], [{"name": "default"}], [{"name": "default", "template": 3}], {"a": "b"}, 3]
+)
+def test_chat_templates_of_another_form(tmp_path: Path, template: object) -> None:
+    write_llama(tmp_path)
+    options = {"chat_template": template, "bos_token": {"no": "content"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    if template == [1]:
+        assert json.loads(read_document(tmp_path))["chat_template"] == ""
+    else:
+        with pytest.raises(CheckpointError, match=r"chat_template = .* accepted: a template"):
+            load_tiny(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
         load_tiny(tmp_path)
 
 

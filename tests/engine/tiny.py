@@ -16,7 +16,8 @@ from engine.batch import pack
 from engine.config import EngineConfig
 from engine.kernels.cpu import ops
 from engine.kv.pool import PageTable
-from engine.runner import NativeEngine, load_engine
+from engine.loading import load_engine
+from engine.runner import NativeEngine
 
 VOCAB, HIDDEN, LAYERS = 96, 64, 4
 KERNELS = ["native", "torch"] if ops.available() else ["torch"]

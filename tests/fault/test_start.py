@@ -215,7 +215,12 @@ def test_checkpoints_of_the_target(
         ("--model /nonexistent/m", ["model 'm' does not exist", "accepted: "]),
         ("--model {good} --device tpu", ["'tpu'", "accepted: "]),
         ("--model {good} --attention-backend NOPE", ["NOPE", "CPU_ATTN", "TORCH_SDPA"]),
-        ("--model {good} --kv-memory-mb 1 --page-tokens 4096", ["kv_memory_mb", "1"]),
+        (
+            "--model {good} --kv-memory-mb 1 --page-tokens 4096",
+            ["kv_memory_mb = 1", "accepted: 4 or more"],
+        ),
+        ("--model {good} --kv-pages 1000000000000", ["kv_pages", "accepted: what this machine"]),
+        ("--model {good} --max-length 513", ["max_length = 513", "accepted: 2 to 512"]),
     ],
 )
 def test_what_the_target_cannot_do(

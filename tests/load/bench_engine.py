@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.default_model import resolve_model, tokenizer_document
-from engine.runner import load_engine
+from engine.loading import load_engine
 
 PROMPTS = (
     "Explain to a ten-year-old why the sea is salty.",

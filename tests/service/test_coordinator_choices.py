@@ -362,7 +362,7 @@ async def test_what_is_refused_names_field_value_and_what_is_accepted() -> None:
 async def test_prompt_log_probabilities_must_fit_into_a_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("coordinator.validation.MAX_PROMPT_SCORES", 12)
+    monkeypatch.setattr("specwire.sampling.MAX_PROMPT_SCORES", 12)
     async with world() as made:
         with pytest.raises(SpecwireError) as caught:
             await made.generate(prompt_logprobs=3)

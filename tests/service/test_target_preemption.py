@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.sessions import Key
 from tests.service.target_harness import (
     FakeDraft,
     Peer,
@@ -137,6 +138,39 @@ async def test_a_lower_priority_value_keeps_its_pages() -> None:
         assert last.key == key(1) and list(last.tokens) == continuation([1] * 9, 2)[1:]
 
 
+async def test_a_finished_session_loses_its_pages_before_one_at_work() -> None:
+    """Its KV is of no more use; what a session behind would run again is."""
+    engine = ToyEngine(pages=9, page_tokens=4)
+    async with target(engine, preempt_idle_ms=60_000) as service:
+        peer = service.peer()
+        await peer.send(open_target([1] * 8, 1, key(1), no_prefix_cache=True))
+        assert (await peer.verdict()).finish
+        await peer.send(open_target([2] * 8, 20, key(2), no_prefix_cache=True))
+        await peer.verdict()
+        await peer.send(open_target([3] * 8, 4, key(3), no_prefix_cache=True))
+        await peer.verdict()
+        assert service.count("preemptions") == 0
+        text = continuation([2] * 8, 20)
+        for step, have in enumerate((1, 5, 9, 13), start=1):
+            await peer.send(verify(step, 8 + have, text[have : have + 3], at=key(2)))
+            assert (await peer.verdict()).accepted == 3
+        assert service.count("preemptions") == 1
+        held = {s.key.session_id for s in service.app.scheduler.sessions if s.table is not None}
+        assert held == {2, 3}
+
+
+async def test_a_finished_session_claims_no_further_page() -> None:
+    """Its last token never runs; a new session may have that page, and nobody loses any."""
+    engine = ToyEngine(pages=4, page_tokens=4)
+    async with target(engine, preempt_idle_ms=60_000) as service:
+        peer = service.peer()
+        await peer.send(open_target([1] * 8, 1, key(1), no_prefix_cache=True))
+        assert (await peer.verdict()).finish
+        await peer.send(open_target([2] * 7, 1, key(2), no_prefix_cache=True))
+        assert list((await peer.verdict()).tokens) == continuation([2] * 7, 1)
+        assert service.count("preemptions") == 0 and peer.load.preempted == 0
+
+
 async def test_a_draft_takes_no_pages_from_others() -> None:
     """It is cut to what is free; only the anchor is worth a preemption."""
     engine = ToyEngine(pages=7, page_tokens=4)
@@ -216,6 +250,44 @@ async def test_the_lease_of_a_session_without_pages() -> None:
             while len(service.app.scheduler.sessions) > 1:  # noqa: ASYNC110  (nobody is told)
                 await asyncio.sleep(0.05)
         assert await peer.heartbeat(key(1), key(2)) == [1]
+
+
+async def test_a_lease_that_ended_in_mid_step_does_not_keep_the_loop_awake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt whose last chunk has no page waits for one, whatever its lease; quietly."""
+    engine = ToyEngine(pages=9, page_tokens=4, chunk=8)
+    async with target(engine, preempt_idle_ms=60_000, prefill_chunk_tokens=8) as service:
+        peer, text = service.peer(), continuation([1] * 9, 16)
+        await peer.send(open_target([1] * 9, 16, key(1)))
+        await peer.verdict()
+        engine.gate.clear()
+        engine.entered.clear()
+        await peer.send(open_target([2] * 17, 2, key(2), lease_ms=100))
+        await asyncio.to_thread(engine.entered.wait, 5)
+        await peer.send(verify(1, 10, text[1:8], at=key(1)))
+        await peer.heartbeat(key(1))
+        engine.gate.set()
+        assert (await peer.verdict()).key == key(1)
+        scheduler = service.app.scheduler
+        waiting = scheduler.sessions.named(Key(1, 2, 1))
+        clock = asyncio.get_running_loop().time
+        async with asyncio.timeout(5):
+            while not waiting.begun or clock() <= waiting.lease_until:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        looks, look = 0, scheduler._expire
+
+        def counted(now: float) -> None:
+            nonlocal looks
+            looks += 1
+            look(now)
+
+        monkeypatch.setattr(scheduler, "_expire", counted)
+        await asyncio.sleep(0.3)
+        assert waiting.begun and not waiting.running and looks < 10
+        await peer.send(target_pb2.CloseSession(key=key(1)))
+        assert (await peer.reply()).HasField("closed")
+        assert list((await peer.verdict()).tokens) == continuation([2] * 17, 1)
 
 
 async def test_steps_and_prompts_in_order_of_priority() -> None:

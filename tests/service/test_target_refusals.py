@@ -73,3 +73,14 @@ def test_a_setting_the_engine_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(SpecwireError, match=r"kv=int4.* accepted: auto, fl") as refusal:
         load_native(settings.model_copy(update={"kv_dtype": "int4"}))
     assert refusal.value.reason == Reason.BACKEND_UNAVAILABLE
+
+
+def test_a_pool_of_one_page_is_enough(tmp_path: Path) -> None:
+    """What runs at start needs no more pages than there are."""
+    write_llama(tmp_path)
+    for pages, page_tokens in ((1, 4), (3, 1)):
+        settings = TargetSettings(
+            model=str(tmp_path), kernels="torch", kv_pages=pages, page_tokens=page_tokens
+        )
+        engine = load_native(settings).engine
+        assert engine.stats().free == engine.stats().total == pages

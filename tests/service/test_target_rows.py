@@ -13,6 +13,7 @@ import torch
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
 from target_svc import features
 from target_svc.features import _allowed
+from target_svc.rows import RowHistory
 from target_svc.settings import TargetSettings
 from tests.service.target_harness import (
     TAPS,
@@ -195,3 +196,15 @@ async def test_idle_streams_make_place(tmp_path: Path) -> None:
         await peer.reply()
         await peer.send(open_target(PROMPT, at=key(2), push_to=second))
         assert (await peer.verdict()).new_len == 71
+
+
+def test_kept_rows_hold_no_more_memory_than_their_own() -> None:
+    """The row of one session is a part of a tensor with those of all its mates in the step."""
+    history = RowHistory(8)
+    for position in range(8):
+        step = torch.full((64 * 8, 4), position, dtype=torch.uint16).numpy()
+        history.add(position, step[5:6])
+    kept = [rows for _, rows in history.since(0)]
+    assert [int(rows[0, 0]) for rows in kept] == list(range(8))
+    owners = [rows if rows.base is None else rows.base for rows in kept]
+    assert sum(owner.nbytes for owner in owners) == 8 * 8

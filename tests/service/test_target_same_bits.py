@@ -43,7 +43,7 @@ def load(directory: Path, kernels: str, pages: int) -> NativeEngine:
         page_tokens=8,
         prefill_chunk=16,
         kv_bucket=32,
-        max_length=160,
+        max_length=min(160, pages * 8),
     )
 
 

@@ -197,6 +197,21 @@ async def test_bad_opens(fields: dict[str, object], reason: str, field: str) -> 
         await service.until_idle()
 
 
+async def test_prompt_log_probabilities_that_fit_no_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sent all the same they would end the link, for every session on it."""
+    monkeypatch.setattr("specwire.sampling.MAX_PROMPT_SCORES", 12)
+    async with target() as service:
+        peer = service.peer()
+        await peer.send(open_target([1] * 4, prompt_logprobs=3))
+        error = (await peer.refused()).error
+        assert error.metadata["field"] == "prompt_logprobs"
+        assert error.metadata["accepted"] == "0 to 2 for a prompt of 4 tokens"
+        await peer.send(open_target([1] * 4, prompt_logprobs=2))
+        assert len((await peer.verdict()).prompt_logprobs) == 3
+
+
 async def test_bad_items_fail_alone() -> None:
     """WC-13: garbage beside good items of the same frame; nothing kills the reader."""
     async with target() as service:

@@ -1,0 +1,111 @@
+"""From settings to a native engine: the checkpoint, the pages, the attention backend."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import torch
+
+from engine.api import ModelInfo
+from engine.attention.select import AttentionOptions, make_backend, resolve_attention
+from engine.config import EngineConfig
+from engine.default_model import resolve_model
+from engine.device import kv_dtype, numerics_fingerprint, resolve_device, use_native, weight_dtype
+from engine.errors import SettingRefused
+from engine.kv.cache import KVCache, KVGeometry
+from engine.models.config import ModelConfig, from_hf
+from engine.models.layers import NATIVE, TORCH
+from engine.models.llama import LlamaModel
+from engine.runner import NativeEngine
+from engine.tokenizer import check_vocabulary, read_document
+from engine.weights import Weights, fingerprint, read_json
+
+
+@torch.inference_mode()
+def load_engine(config: EngineConfig) -> NativeEngine:
+    """Loads the model, allocates pages, chooses the attention backend, checks row independence.
+
+    Raises SettingRefused, CheckpointError or BackendUnavailable.
+    """
+    resolve_device(config.device)
+    if config.threads > 0:
+        torch.set_num_threads(config.threads)
+    native = use_native(config.kernels)
+    source = resolve_model(config.model)
+    model_config = from_hf(read_json(source.directory / "config.json"))
+    document = read_document(source.directory)
+    check_vocabulary(document, model_config.vocab_size)
+    attention = resolve_attention(
+        AttentionOptions(
+            config.attention_backend, config.kv_dtype, config.page_tokens, config.cuda_graph_mode
+        ),
+        heads=model_config.heads,
+        kv_heads=model_config.kv_heads,
+        head_dim=model_config.head_dim,
+        modes=model_config.modes,
+        native=native,
+        role=config.role,
+        method="draft_model" if config.role == "draft" else "",
+        query_tokens=config.exact_width if config.role == "target" else 1,
+    )
+    # Nothing after this sees "auto".
+    config = replace(config, kv_dtype=attention.geometry.dtype)
+    geometry = KVGeometry(
+        layers=model_config.layer_count,
+        kv_heads=model_config.kv_heads,
+        head_dim=model_config.head_dim,
+        page_tokens=config.page_tokens,
+        dtype=kv_dtype(config.kv_dtype),
+    )
+    cache = allocate_cache(config, geometry)
+    limit = session_length(config, model_config, (cache.page_count - 1) * config.page_tokens)
+    backend, report = make_backend(attention, cache, config.kv_bucket), attention.report()
+    weights = Weights(source.directory, weight_dtype(config.dtype))
+    kernels = NATIVE if native else TORCH
+    # Padding rows of a short block may stand past the limit.
+    model = LlamaModel(model_config, weights, kernels, limit, padding=config.exact_width)
+    special = json.loads(document)["special"]
+    info = ModelInfo(
+        name=source.name,
+        fingerprint=fingerprint(source.directory),
+        numerics=numerics_fingerprint(
+            config, native, report.chosen, limit if model_config.rope.kind == "dynamic" else 0
+        ),
+        vocab_size=model_config.vocab_size,
+        hidden_size=model_config.hidden_size,
+        layer_count=model_config.layer_count,
+        max_length=limit,
+        eos_token_ids=tuple(special["eos_token_ids"]) or model_config.eos_token_ids,
+        device="cpu",
+        dtype=str(weight_dtype(config.dtype)).removeprefix("torch."),
+    )
+    return NativeEngine(config, model, cache, backend, report, info)
+
+
+def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:
+    """Longest session in tokens, of which the pages hold `held`. Raises SettingRefused for a length
+    that cannot be.
+    """
+    if config.max_length is None:
+        return min(model.default_length, held)
+    limits = ((model.max_positions, "the model's own limit"), (held, "what the KV pages hold"))
+    most, reason = min(limits)
+    if config.max_length > most:
+        raise SettingRefused("max_length", config.max_length, f"2 to {most}, {reason}")
+    return config.max_length
+
+
+def allocate_cache(config: EngineConfig, geometry: KVGeometry) -> KVCache:
+    """The pages that the settings ask for and a scratch page. Raises SettingRefused."""
+    page_bytes = geometry.bytes_per_token * geometry.page_tokens
+    field = "kv_memory_mb" if config.kv_pages is None else "kv_pages"
+    count = config.kv_pages or config.kv_memory_mb * 2**20 // page_bytes
+    if count < 1:
+        accepted = f"{-(-page_bytes // 2**20)} or more: one page has {page_bytes} bytes"
+        raise SettingRefused(field, getattr(config, field), accepted)
+    try:
+        return KVCache(geometry, count + 1)
+    except MemoryError:
+        accepted = f"what this machine has memory for: one page has {page_bytes} bytes"
+        raise SettingRefused(field, getattr(config, field), accepted) from None
