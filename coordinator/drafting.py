@@ -137,7 +137,7 @@ class Drafting:
         """Longest wait for `k` tokens: a share of a step; more where proposals take longer at the
         present load, but never beyond the steps that a proposal accepted whole would save."""
         step_s = max(self._at.target.round_s or 0.0, self._at.grace_s)
-        usual_s = self._at.choice.worker.proposal_s if self._at.choice is not None else 0.0
+        usual_s = self._at.choice.standing.proposal_s if self._at.choice is not None else 0.0
         return max(
             self._settings.proposal_wait_share * step_s,
             min(_USUAL_FACTOR * usual_s, k * step_s),
@@ -174,7 +174,7 @@ class Drafting:
             # The drafter was taking in the context: that says nothing of the rounds to come.
             self._round_k = 0
         if self._at.choice is not None:
-            self._at.choice.worker.breaker.failure(asked.sent_ns / 1e9)
+            self._at.choice.standing.breaker.failure(asked.sent_ns / 1e9)
             self._note_cost(asked, self.waited_ns)
 
     def _read(self, arrived_ns: int, message: Any, asked: _Question) -> list[int] | None:
@@ -193,8 +193,8 @@ class Drafting:
         worked = worked_ns(message.timings)
         self._record.spent("draft", min(worked, self.waited_ns))
         self._record.spent("link", self.waited_ns - worked)
-        self._at.choice.worker.breaker.success()
-        self._at.choice.worker.note_proposal(self.waited_ns / 1e9)
+        self._at.choice.standing.breaker.success()
+        self._at.choice.standing.note_proposal(self.waited_ns / 1e9)
         self._note_cost(asked, self.waited_ns)
         ids = self._usable(message.ids, asked.k)
         self._count_empty("" if ids else message.reason or "no_proposal")
@@ -211,15 +211,14 @@ class Drafting:
             and isinstance(message, draft_pb2.Proposal)
             and message.step_id == overdue.step_id
         ):
-            choice.worker.note_proposal((arrived_ns - overdue.sent_ns) / 1e9)
+            choice.standing.note_proposal((arrived_ns - overdue.sent_ns) / 1e9)
             self._overdue = None
 
     def _note_cost(self, asked: _Question, wall_ns: int) -> None:
         choice = self._at.choice
         # The first round takes in the whole context: no cost of a round.
         if choice is not None and not self._at.grace_s:
-            costs = choice.worker.costs[choice.drafter.method]
-            costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
+            choice.standing.costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
 
     def _count_empty(self, cause: str) -> None:
         if cause:
