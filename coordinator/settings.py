@@ -39,7 +39,9 @@ class CoordinatorSettings(ServiceSettings):
     exactness: Literal["", "exact", "fast"] = Field(
         "", description="what a request gets that does not say; empty: the target's default"
     )
-    max_sessions: int = Field(64, ge=1, description="answers that may run at once; a request for n of them counts n times")
+    max_sessions: int = Field(
+        64, ge=1, description="answers that may run at once; a request for n counts n times"
+    )
     lease_ms: int = Field(
         10_000, ge=300, description="life of a worker's session without a sign of ours"
     )

@@ -345,7 +345,7 @@ BAD: list[tuple[dict[str, Any], Reason, str, str]] = [
 
 
 async def test_what_is_refused_names_field_value_and_what_is_accepted() -> None:
-    """WC-21: structured output is refused by name, not begun and broken."""
+    """WC-21, WC-43: structured output is refused by name, not begun and broken."""
     async with world(ScriptedDraft()) as made:
         for options, reason, field, value in BAD:
             with pytest.raises(SpecwireError) as caught:

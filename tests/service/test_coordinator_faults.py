@@ -24,6 +24,7 @@ from tests.service.coordinator_harness import (
     row_drafter,
     world,
 )
+from tests.service.fleet_harness import until
 from tests.service.toy_engine import continuation
 
 SLOW = {"step_s": 0.01}
@@ -184,14 +185,14 @@ async def test_a_draft_that_comes_back_without_the_drafter_costs_speed_only() ->
         session = Session(group, 1, check(request(60), group, group.text, None), group.text)
         task = asyncio.create_task(session.run(deliver))
         worker = made.host.fleet.drafts[0]
-        async with asyncio.timeout(10):
-            while len(ids) < 10 or not session._drafting._at.mail._queue:  # type: ignore[union-attr]
-                await asyncio.sleep(0.005)
-            await draft.stop()
-            draft.drafter.method = "another"
-            await draft.start(made.draft_address)
-            while worker.info.drafters[0].method != "another":
-                await asyncio.sleep(0.005)
+        await until(lambda: len(ids) >= 10)
+        mail = session._drafting._at.mail
+        assert mail is not None
+        await until(lambda: bool(mail._queue))
+        await draft.stop()
+        draft.drafter.method = "another"
+        await draft.start(made.draft_address)
+        await until(lambda: "another" in worker.standings)
         reads.set()
         finished = await asyncio.wait_for(task, 10)
         assert ids == continuation(PROMPT, 60)
