@@ -65,8 +65,9 @@ class Session:
         """`parent`: the session of another answer to the same prompt, opened before this one; this
         one begins at its target."""
         self.spec, self._parent = spec, parent
-        # Set once the target was told of the session, or never will be.
-        self.opened = asyncio.Event()
+        # Set once other answers can begin with what this one has: the target was told of it, and
+        # a drafter that reads rows has taken in those of the prompt; or never will be.
+        self.shareable = asyncio.Event()
         method = spec.choice.drafter.method if spec.choice is not None else PLAIN
         self.record = Record(method)
         self._group, self._settings = group, group.settings
@@ -121,9 +122,11 @@ class Session:
                 if self._steps.unasked:
                     self._steps.follow()
                 else:
-                    await self._next(await self._drafting.proposal() if k else [])
+                    draft = await self._drafting.proposal() if k else []
+                    self.shareable.set()
+                    await self._next(draft)
         finally:
-            self.opened.set()
+            self.shareable.set()
             self.close()
 
     def close(self) -> None:
@@ -139,15 +142,16 @@ class Session:
 
     async def _open(self) -> None:
         """Draft first, target second: rows must find their session."""
+        if self._parent is not None:
+            await self._parent.shareable.wait()
         self.key = self._key(self.key.generation + 1)
         await self._drafting.open(self.key, self._ids, self.target)
-        if self._parent is not None:
-            await self._parent.opened.wait()
-        self._open_target()
-        self.opened.set()
-
-    def _open_target(self) -> None:
         push_to = self._drafting.push_to()
+        self._open_target(push_to)
+        if push_to is None:
+            self.shareable.set()
+
+    def _open_target(self, push_to: target_pb2.PushTo | None) -> None:
         free_run = 0 if self._drafting.attached else self._settings.free_run
         # What belongs to the prompt is asked for until the first tokens have come.
         spec, begun = self.spec.answer, self.emitted > 0
