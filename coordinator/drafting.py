@@ -20,6 +20,9 @@ from specwire.v1 import common_pb2, draft_pb2, target_pb2
 
 # Rounds in a row without the rows it needs after which a re-attached drafter is given up.
 _ROWLESS_ROUNDS = 3
+# Why a proposal may be empty and yet tell how good the drafter is; without rows, pages or time it
+# does not.
+_JUDGED = ("", "no_match", "no_proposal")
 # A proposal may take so many times what proposals take now.
 _USUAL_FACTOR = 2.0
 
@@ -53,7 +56,7 @@ class Drafting:
         self._asked: _Question | None = None
         # A question whose answer did not come in time; it still tells how long answers take.
         self._overdue: _Question | None = None
-        # Tokens asked for in this round, and whether a proposal came.
+        # Tokens asked for in this round, and whether a proposal came that says what it is worth.
         self._round_k, self._proposed, self._source = 0, False, ""
         # How long this round's question kept the session waiting, at most.
         self.waited_ns = 0
@@ -197,8 +200,9 @@ class Drafting:
         self._at.choice.standing.note_proposal(self.waited_ns / 1e9)
         self._note_cost(asked, self.waited_ns)
         ids = self._usable(message.ids, asked.k)
-        self._count_empty("" if ids else message.reason or "no_proposal")
-        self._proposed, self._source = True, message.source
+        cause = "" if ids else message.reason or "no_proposal"
+        self._count_empty(cause)
+        self._proposed, self._source = cause in _JUDGED, message.source
         return ids
 
     def _stray(self, arrived_ns: int, message: Any) -> None:

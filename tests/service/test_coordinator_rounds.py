@@ -48,6 +48,24 @@ async def test_a_perfect_draft_saves_steps_and_changes_nothing() -> None:
         await made.until_idle()
 
 
+@pytest.mark.parametrize(
+    ("reason", "judged"), [("catching_up", False), ("deadline", False), ("no_match", True)]
+)
+async def test_a_proposal_without_rows_or_time_says_nothing_of_the_drafter(
+    reason: str, judged: bool
+) -> None:
+    """What one session's drafter could not do yet must not lower K for all others."""
+
+    def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
+        return [proposal(item, len(ids), [], reason=reason)] if item.k else []
+
+    async with world(ScriptedDraft(script)) as made:
+        result = await made.generate()
+        assert list(result.token_ids) == WANTED
+        assert result.acceptance.fallbacks[reason] > 0
+        assert bool(made.host.fleet.drafts[0].standings["toy"].past.rounds) is judged
+
+
 @pytest.mark.parametrize("k", [0, 3])
 async def test_a_token_that_is_the_drafters_mask_stays(k: int) -> None:
     """DF-21: what the target chose is never filtered by what a drafter uses ids for."""
