@@ -316,7 +316,8 @@ async def test_nothing_is_left_after_many_sessions_with_random_cancels() -> None
 
     async def one(made: FleetWorld, number: int) -> None:
         ids = [number % 900, 1, 2]
-        task = asyncio.create_task(made.generate(ids, max_tokens=rng.randrange(1, 30)))
+        options = {"max_tokens": rng.randrange(1, 30), "n": rng.choice([1, 1, 3])}
+        task = asyncio.create_task(made.generate(ids, **options))
         if rng.random() < 0.5:
             await asyncio.sleep(rng.random() * 0.05)
             task.cancel()
@@ -325,7 +326,7 @@ async def test_nothing_is_left_after_many_sessions_with_random_cancels() -> None
             wanted = continuation(ids, result.usage.completion_tokens)
             assert list(result.token_ids) == wanted
 
-    async with fleet_world(drafts, max_sessions=64) as made:
+    async with fleet_world(drafts, max_sessions=128) as made:
         for start in range(0, 300, 30):
             await asyncio.gather(*(one(made, start + i) for i in range(30)))
         await until(lambda: not any(t.sessions for t in made.targets))
