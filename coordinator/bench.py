@@ -193,7 +193,7 @@ def bench(
     modes: Annotated[
         str,
         typer.Option(
-            help="Modes to compare: `plain`, `draft` (the default drafter), or drafters by name, as "
+            help="Modes to compare: `plain`, `draft` (the default drafter), or drafters by name: "
             "`ngram`, `hybrid`, `dflash`, `draft_model`; NAME@fast for one."
         ),
     ] = "plain,draft",
