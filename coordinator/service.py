@@ -10,7 +10,8 @@ from typing import Any
 
 from coordinator.metrics import Metrics
 from coordinator.placement import PLAIN, Fleet, Group
-from coordinator.session import Deliver, Session, SessionSpec
+from coordinator.session import Deliver, Session
+from coordinator.spec import SessionSpec
 from coordinator.validation import check
 from coordinator.workers import DraftWorker, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
