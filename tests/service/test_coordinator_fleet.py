@@ -167,6 +167,22 @@ async def test_a_target_that_comes_back_computing_otherwise_is_another(
         assert caught.value.reason is Reason.ENGINE_DOWN
 
 
+async def test_the_wait_goes_on_when_the_first_that_comes_back_computes_otherwise() -> None:
+    async with fleet_world(engine=SLOW, target_return_ms=10_000) as made:
+        task = await made.started(LONG)
+        first, second = made.at(), made.other(made.at())
+        await second.stop()
+        await first.stop()
+        first._info = {"numerics": "another build"}
+        await first.start()
+        worker = next(t for t in made.host.fleet.targets if t.address == first.address)
+        await until(lambda: worker.numerics == "another build" and worker.link.ready)
+        await asyncio.sleep(0.3)  # the session has looked at what came
+        await second.start()
+        assert list((await task).token_ids) == continuation(PROMPT, LONG)
+        assert (first.opened, second.opened) == (0, 1)
+
+
 async def test_another_model_is_another_group() -> None:
     infos = ({}, {"name": "other", "fingerprint": "other-fp"})
     async with fleet_world(engine=SLOW, infos=infos, target_return_ms=200) as made:
