@@ -116,6 +116,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         group = self._fleet.group(request.model)
         # Whether `n` can be at all is checked below, with the rest.
         wanted = min(max(1, request.n), MAX_CHOICES)
+        if wanted > settings.max_sessions:  # waiting would not help
+            accepted = f"1 to {settings.max_sessions}, the answers that may run here at once"
+            raise SpecwireError.field("n", request.n, accepted)
         if len(self.sessions) + wanted > settings.max_sessions:
             text = f"{len(self.sessions)} of {settings.max_sessions} sessions run already"
             limit = {"limit": str(settings.max_sessions)}

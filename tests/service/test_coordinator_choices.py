@@ -23,6 +23,7 @@ from tests.service.coordinator_harness import (
     row_drafter,
     world,
 )
+from tests.service.fleet_harness import until
 from tests.service.toy_engine import HIDDEN, VOCAB, continuation, scored, seed_of
 
 _F = Reason.FIELD_INVALID
@@ -206,9 +207,18 @@ async def test_one_choice_that_fails_fails_the_call_with_its_error(opens: Opens)
 async def test_choices_count_as_sessions() -> None:
     async with world(max_sessions=3) as made:
         with pytest.raises(SpecwireError) as caught:
-            await made.generate(n=4)
-        assert caught.value.reason is Reason.QUEUE_FULL and "3" in caught.value.message
+            await made.generate(n=4)  # not QUEUE_FULL: it would not fit later either
+        assert caught.value.reason is Reason.FIELD_INVALID
+        assert caught.value.metadata["field"] == "n" and "1 to 3" in caught.value.message
         assert len((await made.generate(n=3)).choices) == 3
+        made.engine.gate.clear()
+        task = asyncio.create_task(made.generate(n=2))
+        await until(lambda: len(made.host.servicer.sessions) == 2)
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate(n=2)
+        assert caught.value.reason is Reason.QUEUE_FULL and "3" in caught.value.message
+        made.engine.gate.set()
+        assert len((await task).choices) == 2
 
 
 def check_logprobs(result: Generation, top: int) -> None:
