@@ -83,6 +83,7 @@ async def test_a_round_of_64_sessions_costs_milliseconds(workers: Path, k: int |
         # The draft is perfect: K rises where it is chosen.
         assert rounds <= TOKENS / (K + 1) + 2
         print(f"{spent_ms / rounds:.2f} ms a round of {SESSIONS} sessions")
-        assert spent_ms / rounds < LIMIT_MS
+        # Half as many rounds, with twice the text each, where K is chosen.
+        assert spent_ms / rounds < (LIMIT_MS if k else 2 * LIMIT_MS)
     finally:
         await fleet.stop()
