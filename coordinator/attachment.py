@@ -72,7 +72,7 @@ class Attachment:
             self._record.fell_back("draft_down")
             return
         wait_ms = self._settings.draft_open_ms
-        if self.choice.worker.breaker.open:
+        if self.choice.standing.breaker.open:
             # It may follow, so that it can be asked later, but nobody waits for it.
             wait_ms = min(wait_ms, self._settings.proposal_wait_min_ms)
         if self._send_open(ids):
@@ -84,7 +84,7 @@ class Attachment:
         if self.choice is not None and self.choice.worker.link.ready:
             fitting = self.choice.worker.judge(self.target)[0]
             if self._method in fitting:
-                self.choice = Choice(self.choice.worker, fitting[self._method])
+                self.choice = Choice.of(self.choice.worker, fitting[self._method])
                 return
         self.choice = self._group.drafter(self._method, self.target, ids)
 
@@ -112,7 +112,7 @@ class Attachment:
 
     async def _await_opened(self, until: float) -> None:
         assert self.choice is not None
-        asked_at = self.choice.worker.breaker.clock()
+        asked_at = self.choice.standing.breaker.clock()
         while self._opening and self.mail is not None:
             try:
                 got = await self.mail.get(until)
@@ -120,7 +120,7 @@ class Attachment:
                 self.lose("draft_lost")
                 return
             if got is None:
-                self.choice.worker.breaker.failure(asked_at)
+                self.choice.standing.breaker.failure(asked_at)
                 self.lose("open_late")
                 return
             self._take_opened(got[1])
@@ -162,7 +162,7 @@ class Attachment:
         self._try_at = now + _ATTACH_PAUSE_S
         self._choose(ids)
         choice = self.choice
-        if choice is None or not choice.worker.link.ready or choice.worker.breaker.open:
+        if choice is None or not choice.worker.link.ready or choice.standing.breaker.open:
             return False
         if choice.drafter.needs_rows and self._rows_at is not choice.worker:
             return self._worth_reopening(len(ids), left)

@@ -192,7 +192,10 @@ def bench(
     ],
     modes: Annotated[
         str,
-        typer.Option(help="Modes to compare. `draft` is the default drafter; NAME@fast for one."),
+        typer.Option(
+            help="Modes to compare: `plain`, `draft` (the default drafter), or drafters by name: "
+            "`ngram`, `hybrid`, `dflash`, `draft_model`; NAME@fast for one."
+        ),
     ] = "plain,draft",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens a prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -208,7 +211,8 @@ def bench(
 
     One request at a time, modes alternate prompt by prompt, generation stops at the end token.
     tau = (tokens - 1) / verify steps, summed per category, then the mean over categories.
-    phase_ms in the JSON are totals: divide by rounds.
+    phase_ms in the JSON are totals: divide by rounds. A prompt's later modes, and later turns of a
+    chat, find what they share in the prefix cache, as requests in service do.
 
     Examples:
 

@@ -20,6 +20,9 @@ from specwire.v1 import common_pb2, draft_pb2, target_pb2
 
 # Rounds in a row without the rows it needs after which a re-attached drafter is given up.
 _ROWLESS_ROUNDS = 3
+# Why a proposal may be empty and yet tell how good the drafter is; without rows, pages or time it
+# does not.
+_JUDGED = ("", "no_match", "no_proposal")
 # A proposal may take so many times what proposals take now.
 _USUAL_FACTOR = 2.0
 
@@ -53,7 +56,7 @@ class Drafting:
         self._asked: _Question | None = None
         # A question whose answer did not come in time; it still tells how long answers take.
         self._overdue: _Question | None = None
-        # Tokens asked for in this round, and whether a proposal came.
+        # Tokens asked for in this round, and whether a proposal came that says what it is worth.
         self._round_k, self._proposed, self._source = 0, False, ""
         # How long this round's question kept the session waiting, at most.
         self.waited_ns = 0
@@ -137,7 +140,7 @@ class Drafting:
         """Longest wait for `k` tokens: a share of a step; more where proposals take longer at the
         present load, but never beyond the steps that a proposal accepted whole would save."""
         step_s = max(self._at.target.round_s or 0.0, self._at.grace_s)
-        usual_s = self._at.choice.worker.proposal_s if self._at.choice is not None else 0.0
+        usual_s = self._at.choice.standing.proposal_s if self._at.choice is not None else 0.0
         return max(
             self._settings.proposal_wait_share * step_s,
             min(_USUAL_FACTOR * usual_s, k * step_s),
@@ -174,7 +177,7 @@ class Drafting:
             # The drafter was taking in the context: that says nothing of the rounds to come.
             self._round_k = 0
         if self._at.choice is not None:
-            self._at.choice.worker.breaker.failure(asked.sent_ns / 1e9)
+            self._at.choice.standing.breaker.failure(asked.sent_ns / 1e9)
             self._note_cost(asked, self.waited_ns)
 
     def _read(self, arrived_ns: int, message: Any, asked: _Question) -> list[int] | None:
@@ -193,12 +196,13 @@ class Drafting:
         worked = worked_ns(message.timings)
         self._record.spent("draft", min(worked, self.waited_ns))
         self._record.spent("link", self.waited_ns - worked)
-        self._at.choice.worker.breaker.success()
-        self._at.choice.worker.note_proposal(self.waited_ns / 1e9)
+        self._at.choice.standing.breaker.success()
+        self._at.choice.standing.note_proposal(self.waited_ns / 1e9)
         self._note_cost(asked, self.waited_ns)
         ids = self._usable(message.ids, asked.k)
-        self._count_empty("" if ids else message.reason or "no_proposal")
-        self._proposed, self._source = True, message.source
+        cause = "" if ids else message.reason or "no_proposal"
+        self._count_empty(cause)
+        self._proposed, self._source = cause in _JUDGED, message.source
         return ids
 
     def _stray(self, arrived_ns: int, message: Any) -> None:
@@ -211,15 +215,14 @@ class Drafting:
             and isinstance(message, draft_pb2.Proposal)
             and message.step_id == overdue.step_id
         ):
-            choice.worker.note_proposal((arrived_ns - overdue.sent_ns) / 1e9)
+            choice.standing.note_proposal((arrived_ns - overdue.sent_ns) / 1e9)
             self._overdue = None
 
     def _note_cost(self, asked: _Question, wall_ns: int) -> None:
         choice = self._at.choice
         # The first round takes in the whole context: no cost of a round.
         if choice is not None and not self._at.grace_s:
-            costs = choice.worker.costs[choice.drafter.method]
-            costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
+            choice.standing.costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
 
     def _count_empty(self, cause: str) -> None:
         if cause:

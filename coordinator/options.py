@@ -85,7 +85,10 @@ Priority = Annotated[
 ]
 Method = Annotated[
     str,
-    typer.Option(help="`plain`, or a drafter such as `dflash`, `ngram`. Unset: the default one."),
+    typer.Option(
+        help="`plain`, or a drafter: `dflash`, `ngram`, `hybrid`, `draft_model`. "
+        "Unset: the default one."
+    ),
 ]
 DraftTokens = Annotated[
     int | None,

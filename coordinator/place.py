@@ -26,13 +26,16 @@ class Place:
         target: TargetWorker | None,
     ) -> None:
         self._group, self._tokens = group, len(prompt) + max_tokens
-        self._exact = exactness == common_pb2.EXACTNESS_EXACT
         self._again, self._others, self._left = 0, 0, False
         found = target or group.place(prompt, self._tokens)
         if found is None:
             raise SpecwireError(Reason.NO_TARGET, "the targets went away while the request came")
         self.target = found
         self._prompt = prompt
+        # What another target must share: an exact session is computed in one way only. Kept from
+        # its beginning: the target itself may come back as one that computes otherwise.
+        exact = exactness == common_pb2.EXACTNESS_EXACT
+        self._numerics = found.numerics if exact else None
         self._enter(found)
 
     def _enter(self, target: TargetWorker) -> None:
@@ -50,11 +53,6 @@ class Place:
             self._left = True
             self.target.placed -= 1
             self._group.fleet.prefixes.note(ids[:-1], self.target.link.incarnation)
-
-    @property
-    def _numerics(self) -> str | None:
-        """What another target must share: an exact session is computed in one way only."""
-        return self.target.numerics if self._exact else None
 
     def other(self, why: Reason) -> bool:
         """Moves a session that has not begun away from a target that does not take it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from coordinator.affinity import PrefixIndex
 from coordinator.settings import CoordinatorSettings
+from coordinator.standing import Standing
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
 from coordinator.workers import DraftWorker, ModelKey, TargetWorker, Worker
@@ -27,10 +28,15 @@ _BUSY_FACTOR, _BUSY_SLACK = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The drafter of one session."""
+    """The drafter of one session, as the worker's process that was chosen has it."""
 
     worker: DraftWorker
     drafter: draft_pb2.DrafterInfo
+    standing: Standing
+
+    @classmethod
+    def of(cls, worker: DraftWorker, drafter: draft_pb2.DrafterInfo) -> Choice:
+        return cls(worker, drafter, worker.standings[drafter.method])
 
 
 class Fleet:
@@ -158,7 +164,8 @@ class Group:
             return False
         try:
             for done in asyncio.as_completed(waits):
-                if await done:
+                # One that came back may compute otherwise by now.
+                if await done and any(t.link.ready for t in self._alike(numerics)):
                     return True
             return False
         finally:
@@ -191,12 +198,12 @@ class Group:
         if not found:
             accepted = ", ".join(self.methods()) + self._refusals(method)
             raise SpecwireError.field("speculation.method", method, accepted, Reason.METHOD_UNKNOWN)
-        return max(found, key=lambda c: (c.worker.link.ready, not c.worker.breaker.open))
+        return max(found, key=lambda c: (c.worker.link.ready, not c.standing.breaker.open))
 
     def drafter(self, method: str, target: TargetWorker, ids: Sequence[int] = ()) -> Choice | None:
         """The drafter of a method for a session at this target; None when none fits it."""
         found = [
-            Choice(draft, drafters[method])
+            Choice.of(draft, drafters[method])
             for draft in self.fleet.drafts
             if method in (drafters := draft.judge(target)[0])
         ]
@@ -208,14 +215,14 @@ class Group:
         def rank(choice: Choice) -> tuple[bool, bool, int, int]:
             link, busy = choice.worker.link, choice.worker.busy
             have = cached.get(link.incarnation, 0) if busy <= most else 0
-            return link.ready, not choice.worker.breaker.open, have, -busy
+            return link.ready, not choice.standing.breaker.open, have, -busy
 
         return max(found, key=rank)
 
     def _choices(self) -> list[Choice]:
         """Every drafter that fits a target of this group."""
         return [
-            Choice(draft, drafter)
+            Choice.of(draft, drafter)
             for target in self.targets
             for draft in self.fleet.drafts
             for drafter in draft.judge(target)[0].values()

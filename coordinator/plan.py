@@ -40,7 +40,8 @@ class Plan:
         longest = choice.drafter.max_length_tokens
         if longest and length + limit > longest:
             return self._plain("draft_length", self._settings.free_run)
-        if choice.worker.breaker.open:
+        breaker = choice.standing.breaker
+        if breaker.open:
             return self._plain("breaker_open", _SHORT_RUN)
         if self._adaptive:
             policy = self._policy_of()
@@ -48,13 +49,15 @@ class Plan:
             if not limit:
                 pause = policy.plain_steps(step)
                 return self._plain("does_not_pay" if pause else "plain_measured", pause)
-        return limit if choice.worker.breaker.allows() else self._plain("breaker_open", _SHORT_RUN)
+        if not breaker.allows():
+            return self._plain("breaker_open", _SHORT_RUN)
+        return limit
 
     def _policy_of(self) -> KPolicy:
         """The session's policy, with the tables of the workers that it is at now."""
         assert self._at.choice is not None
-        worker, method = self._at.choice.worker, self._at.choice.drafter.method
-        shared = (self._at.target.costs, worker.costs[method], worker.past[method])
+        standing = self._at.choice.standing
+        shared = (self._at.target.costs, standing.costs, standing.past)
         if self._policy is None:
             self._policy = KPolicy(*shared, self._settings.num_speculative_tokens)
         self._policy.use(*shared)

@@ -42,20 +42,18 @@ class Acceptance:
 
     def note(self, asked: int, accepted: int) -> None:
         """A round that asked for `asked` tokens; those that never came count as not accepted."""
+        # Every session does this every round: locals, and nothing for what does not change.
+        hits, trials, decay = self.hits, self.trials, self._decay
         tried = min(asked, accepted + 1)
         self.rounds += 1
-        while len(self.trials) < tried:
-            self.hits.append(0.0)
-            self.trials.append(0.0)
+        while len(trials) < tried:
+            hits.append(0.0)
+            trials.append(0.0)
         for i in range(tried):
-            self.trials[i] = self.trials[i] * self._decay + 1.0
-            self.hits[i] = self.hits[i] * self._decay + (i < accepted)
-
-    def rate(self, position: int, prior: float, rounds: float) -> float:
-        """Chance at a position, with a prior worth so many rounds."""
-        if position >= len(self.trials):
-            return prior
-        return (self.hits[position] + prior * rounds) / (self.trials[position] + rounds)
+            trials[i] = trials[i] * decay + 1.0
+            hits[i] = hits[i] * decay + 1.0
+        if accepted < tried:
+            hits[accepted] -= 1.0
 
 
 class KPolicy:
@@ -107,10 +105,19 @@ class KPolicy:
         best, best_rate = 1, 0.0
         tokens = reach = 1.0
         chance = _UNSEEN
+        hits, trials, seen = self._own.hits, self._own.trials, len(self._own.trials)
+        past_hits, past_trials = self._past.hits, self._past.trials
+        known = len(past_trials)
         for k in range(1, limit + 1):
+            i = k - 1
             # A position that nobody tried yet is taken to be like the one before.
-            chance = self._past.rate(k - 1, chance, 1.0)
-            reach *= self._own.rate(k - 1, chance, _PRIOR_ROUNDS)
+            if i < known:
+                chance = (past_hits[i] + chance) / (past_trials[i] + 1.0)
+            if i < seen:
+                own = (hits[i] + chance * _PRIOR_ROUNDS) / (trials[i] + _PRIOR_ROUNDS)
+                reach *= own
+            else:
+                reach *= chance
             tokens += reach
             rate = tokens / (verify[k] + draft[k])
             if rate > best_rate:

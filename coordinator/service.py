@@ -10,7 +10,8 @@ from typing import Any
 
 from coordinator.metrics import Metrics
 from coordinator.placement import PLAIN, Fleet, Group
-from coordinator.session import Deliver, Session, SessionSpec
+from coordinator.session import Deliver, Session
+from coordinator.spec import SessionSpec
 from coordinator.validation import check
 from coordinator.workers import DraftWorker, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
@@ -115,6 +116,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         group = self._fleet.group(request.model)
         # Whether `n` can be at all is checked below, with the rest.
         wanted = min(max(1, request.n), MAX_CHOICES)
+        if wanted > settings.max_sessions:  # waiting would not help
+            accepted = f"1 to {settings.max_sessions}, the answers that may run here at once"
+            raise SpecwireError.field("n", request.n, accepted)
         if len(self.sessions) + wanted > settings.max_sessions:
             text = f"{len(self.sessions)} of {settings.max_sessions} sessions run already"
             limit = {"limit": str(settings.max_sessions)}

@@ -12,18 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
-from coordinator.answer import Answer, AnswerSpec
+from coordinator.answer import Answer
 from coordinator.drafting import Drafting
 from coordinator.place import Place
-from coordinator.placement import PLAIN, Choice, Group
-from coordinator.record import Record, remaining_ms, worked_ns
+from coordinator.placement import PLAIN, Group
+from coordinator.record import Record, worked_ns
+from coordinator.spec import SessionSpec, open_target
 from coordinator.steps import Steps
 from coordinator.text import TextModel
 from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError, from_item
-from specwire.rpc import encode_ids
 from specwire.v1 import common_pb2, generate_pb2, target_pb2
 
 log = logging.getLogger(__name__)
@@ -35,22 +34,6 @@ _ROW_REFUSALS = (Reason.PUSH_ADDRESS_REFUSED, Reason.ROWS_REFUSED)
 _LOST = (Reason.ENGINE_DOWN, Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
 # The target takes no session now; another one may.
 _ELSEWHERE = (Reason.DRAINING, Reason.QUEUE_FULL, Reason.KV_PAGES_EXHAUSTED)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSpec:
-    """A validated request. `deadline` is a time of the event loop's clock."""
-
-    prompt: tuple[int, ...]
-    answer: AnswerSpec
-    choice: Choice | None
-    k: int
-    deadline: float | None
-    # How many answers were asked for; this is one of them.
-    n: int = 1
-    traceparent: str = ""
-    # Whether `k` is only the most that a round may ask for.
-    adaptive_k: bool = False
 
 
 class Session:
@@ -65,8 +48,9 @@ class Session:
         """`parent`: the session of another answer to the same prompt, opened before this one; this
         one begins at its target."""
         self.spec, self._parent = spec, parent
-        # Set once the target was told of the session, or never will be.
-        self.opened = asyncio.Event()
+        # Set once other answers can begin with what this one has: the target was told of it, and
+        # a drafter that reads rows has taken in those of the prompt; or never will be.
+        self.shareable = asyncio.Event()
         method = spec.choice.drafter.method if spec.choice is not None else PLAIN
         self.record = Record(method)
         self._group, self._settings = group, group.settings
@@ -121,9 +105,11 @@ class Session:
                 if self._steps.unasked:
                     self._steps.follow()
                 else:
-                    await self._next(await self._drafting.proposal() if k else [])
+                    draft = await self._drafting.proposal() if k else []
+                    self.shareable.set()
+                    await self._next(draft)
         finally:
-            self.opened.set()
+            self.shareable.set()
             self.close()
 
     def close(self) -> None:
@@ -139,44 +125,32 @@ class Session:
 
     async def _open(self) -> None:
         """Draft first, target second: rows must find their session."""
+        if self._parent is not None:
+            await self._parent.shareable.wait()
         self.key = self._key(self.key.generation + 1)
         await self._drafting.open(self.key, self._ids, self.target)
-        if self._parent is not None:
-            await self._parent.opened.wait()
-        self._open_target()
-        self.opened.set()
-
-    def _open_target(self) -> None:
         push_to = self._drafting.push_to()
-        free_run = 0 if self._drafting.attached else self._settings.free_run
-        # What belongs to the prompt is asked for until the first tokens have come.
-        spec, begun = self.spec.answer, self.emitted > 0
+        self._open_target(push_to)
+        if push_to is None:
+            self.shareable.set()
+
+    def _open_target(self, push_to: target_pb2.PushTo | None) -> None:
+        parent = self._parent
+        # A prompt is shared before the first token, with a session that is still there.
         shares = (
-            self._parent is not None
-            and self._parent.target is self.target
-            and not (begun or self._parent._closed)
+            parent is not None
+            and parent.target is self.target
+            and not (self.emitted or parent._closed)
         )
-        request = target_pb2.OpenTarget(
+        request = open_target(
+            self.spec,
+            self._settings,
             key=self.key,
-            ids=encode_ids(self._ids),
-            prompt_len=len(self.spec.prompt),
-            sampling=spec.sampling,
-            stop_token_ids=spec.stop_token_ids,
-            ignore_eos=spec.ignore_eos,
-            max_new_tokens=spec.max_tokens - self.emitted,
-            exactness=spec.exactness,
+            ids=self._ids,
             push_to=push_to,
-            rows_from=self._drafting.rows_from if push_to is not None else 0,
-            row_window=self._settings.row_window,
-            lease_ms=self._settings.lease_ms,
-            deadline_ms=remaining_ms(self.spec.deadline),
-            traceparent=self.spec.traceparent,
-            report_margins=spec.margins,
-            free_run=free_run,
-            fork_of=self._parent.key if self._parent is not None and shares else None,
-            priority=spec.priority,
-            logprobs=spec.logprobs,
-            prompt_logprobs=None if begun else spec.prompt_logprobs,
+            rows_from=self._drafting.rows_from,
+            free_run=0 if self._drafting.attached else self._settings.free_run,
+            fork_of=parent.key if parent is not None and shares else None,
         )
         self._steps.open(self.target, request, self.key)
 

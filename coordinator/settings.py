@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from specwire.rpc import ADDRESSES, is_address
 from specwire.settings import ServiceSettings
 
 
@@ -19,7 +20,7 @@ class CoordinatorSettings(ServiceSettings):
 
     address: str = Field("unix:/tmp/specwire-coordinator.sock", description="where to listen")
     target: tuple[str, ...] = Field(
-        ("unix:/tmp/specwire-target.sock",), min_length=1, description="addresses of the targets"
+        ("unix:/tmp/specwire-target.sock",), description="addresses of the targets, at least one"
     )
     draft: tuple[str, ...] = Field(
         (), description="addresses of draft services; none: plain decoding"
@@ -38,7 +39,9 @@ class CoordinatorSettings(ServiceSettings):
     exactness: Literal["", "exact", "fast"] = Field(
         "", description="what a request gets that does not say; empty: the target's default"
     )
-    max_sessions: int = Field(64, ge=1, description="requests that may run at once")
+    max_sessions: int = Field(
+        64, ge=1, description="answers that may run at once; a request for n counts n times"
+    )
     lease_ms: int = Field(
         10_000, ge=300, description="life of a worker's session without a sign of ours"
     )
@@ -76,3 +79,14 @@ class CoordinatorSettings(ServiceSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what is logged"
     )
+
+    @field_validator("target", "draft")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if not value and info.field_name == "target":
+            raise ValueError("at least one address")
+        if len(set(value)) < len(value):
+            raise ValueError("each address once")
+        if not all(map(is_address, value)):
+            raise ValueError(ADDRESSES)
+        return value

@@ -7,7 +7,7 @@ from typing import Literal
 
 from coordinator.answer import AnswerSpec
 from coordinator.placement import PLAIN, Choice, Group
-from coordinator.session import SessionSpec
+from coordinator.spec import SessionSpec
 from coordinator.text import ROLES, TextModel
 from specwire.errors import Reason, SpecwireError
 from specwire.sampling import (

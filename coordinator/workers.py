@@ -15,6 +15,7 @@ from coordinator.handshake import check_drafter, check_target, check_worker
 from coordinator.links import Link
 from coordinator.policy import Acceptance
 from coordinator.settings import CoordinatorSettings
+from coordinator.standing import Standing
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
 from specwire.errors import Reason, SpecwireError
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 ItemT = TypeVar("ItemT", bound=Message)
 _INFO_TIMEOUT_S = 5.0
-# Weight of the newest time in the running means of rounds and proposals.
+# Weight of the newest time in the running mean of rounds.
 _WEIGHT = 0.1
 ModelKey = tuple[str, str, str]
 
@@ -153,7 +154,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
 
 
 class DraftWorker(Worker[draft_pb2.DraftItem]):
-    """One draft service: its drafters, their past, and how punctual it is."""
+    """One draft service: its drafters, and what is known of each."""
 
     def __init__(
         self,
@@ -172,11 +173,9 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
         )
         self._targets = targets
         self.info: draft_pb2.DraftServiceGetInfoResponse | None = None
-        self.breaker = Breaker(settings.breaker_lates, settings.breaker_open_ms / 1000)
-        # Running mean of how long proposals take, late ones included; 0 before the first.
-        self.proposal_s = 0.0
-        self.costs: dict[str, Costs] = {}
-        self.past: dict[str, Acceptance] = {}
+        self._settings = settings
+        # By method.
+        self.standings: dict[str, Standing] = {}
         self._judged: dict[tuple[int, int], tuple[dict[str, Any], dict[str, str]]] = {}
 
     async def _greet(self) -> int:
@@ -184,11 +183,7 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
         info = await self._stub.GetInfo(request, timeout=_INFO_TIMEOUT_S)
         check_worker("draft", info.worker)
         self.info = info
-        # A new process owes nothing for the old one's lateness.
-        self.breaker.success()
-        self.proposal_s = 0.0
-        self.costs = {d.method: Costs(_costs(d.costs, anchor=0)) for d in info.drafters}
-        self.past = {d.method: self.past.get(d.method) or Acceptance() for d in info.drafters}
+        self.standings = {drafter.method: self._standing(drafter) for drafter in info.drafters}
         self._judged.clear()
         fitting, refused = self.judge_all()
         for text in refused.values():
@@ -196,6 +191,15 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
         if refused and not fitting:
             raise SpecwireError(Reason.MODEL_MISMATCH, "; ".join(refused.values()))
         return int(info.worker.incarnation)
+
+    def _standing(self, drafter: draft_pb2.DrafterInfo) -> Standing:
+        """A new process owes nothing for the old one's lateness; how good it is, is known."""
+        settings, known = self._settings, self.standings.get(drafter.method)
+        return Standing(
+            breaker=Breaker(settings.breaker_lates, settings.breaker_open_ms / 1000),
+            costs=Costs(_costs(drafter.costs, anchor=0)),
+            past=known.past if known is not None else Acceptance(),
+        )
 
     def judge(
         self, target: TargetWorker
@@ -221,11 +225,6 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
     @property
     def push_address(self) -> str:
         return (self.info.push_address if self.info is not None else "") or self.address
-
-    def note_proposal(self, seconds: float) -> None:
-        if not self.proposal_s:
-            self.proposal_s = seconds
-        self.proposal_s += _WEIGHT * (seconds - self.proposal_s)
 
 
 def _judge(

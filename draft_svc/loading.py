@@ -16,7 +16,7 @@ from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
 from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
 from engine.device import resolve_device, weight_dtype
-from engine.errors import BackendUnavailable, CheckpointError
+from engine.errors import BackendUnavailable, CheckpointError, SettingRefused
 from engine.loading import load_engine
 from engine.models.config import from_hf
 from engine.models.dflash import DFlashOptions, choose_attention, load_dflash
@@ -59,6 +59,8 @@ def _load(name: str, settings: DraftSettings, progress: Progress) -> AnyMethod:
         raise SpecwireError(Reason.CHECKPOINT_INVALID, f"{name}: {error}") from error
     except BackendUnavailable as error:
         raise SpecwireError(Reason.BACKEND_UNAVAILABLE, f"{name}: {error}") from error
+    except SettingRefused as error:
+        raise SpecwireError(Reason.SETTINGS_INVALID, f"{name}: {error}") from error
 
 
 def _hybrid(settings: DraftSettings, loaded: dict[str, AnyMethod], progress: Progress) -> AnyMethod:

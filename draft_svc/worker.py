@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from draft_svc.jobs import Computed, Handle, Job, OpenJob, ProposeJob, UpdateJob
-from draft_svc.methods.base import AnyMethod, Draft, MethodInfo, Request
+from draft_svc.methods.base import REASON_DEADLINE, AnyMethod, Draft, MethodInfo, Request
 from engine.errors import EngineError
 from engine.kv.pool import PoolStats
 from specwire.errors import Reason, SpecwireError, internal_error
@@ -136,20 +136,24 @@ class Worker:
         return None
 
     def _tick(self, jobs: list[Job]) -> list[Result]:
-        wanted: list[ProposeJob] = []
+        # The newest of each session: who asked before has had an answer.
+        wanted: dict[int, ProposeJob] = {}
         results: list[Result] = []
         for job in jobs:
             if isinstance(job, OpenJob):
                 results.append(self._open(job))
             elif isinstance(job, ProposeJob):
-                wanted.append(job)
+                wanted[id(job.handle)] = job
             elif isinstance(job, UpdateJob):
                 self._update(job)
             else:
-                wanted = [other for other in wanted if other.handle is not job.handle]
+                wanted.pop(id(job.handle), None)
                 self._close(job.handle)
-        for name in dict.fromkeys(job.handle.method for job in wanted):
-            results += self._propose(name, [job for job in wanted if job.handle.method == name])
+        by_method: dict[str, list[ProposeJob]] = {}
+        for ask in wanted.values():
+            by_method.setdefault(ask.handle.method, []).append(ask)
+        for name, asks in by_method.items():
+            results += self._propose(name, asks)
         return results
 
     def _open(self, job: OpenJob) -> Result:
@@ -176,18 +180,22 @@ class Worker:
 
     def _propose(self, name: str, jobs: list[ProposeJob]) -> list[Result]:
         began = time.monotonic_ns()
-        live = [job for job in jobs if job.handle.context is not None]
+        now = time.monotonic()
+        # For those whose time is over nobody waits; computing them would make others late.
+        over = {id(job): Draft(reason=REASON_DEADLINE) for job in jobs if job.deadline < now}
+        live = [job for job in jobs if job.handle.context is not None and id(job) not in over]
         drafts: Sequence[Draft] = ()
         error: SpecwireError | None = None
         try:
-            drafts = self._methods[name].propose(
-                [Request(j.handle.context, j.k, j.deadline) for j in live]
-            )
+            if live:
+                drafts = self._methods[name].propose(
+                    [Request(j.handle.context, j.k, j.deadline) for j in live]
+                )
         except Exception as bug:
             error = internal_error(log, f"{name} failed to propose", bug)
         spent = time.monotonic_ns() - began
         lost = SpecwireError(Reason.SESSION_UNKNOWN, "the session has no context any more")
-        by_job = dict(zip((id(job) for job in live), drafts, strict=False))
+        by_job = over | dict(zip((id(job) for job in live), drafts, strict=False))
         results: list[Result] = []
         for job in jobs:
             draft = by_job.get(id(job))

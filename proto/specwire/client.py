@@ -39,7 +39,7 @@ from specwire.generation import (
 )
 from specwire.info import ServerInfo, info_from
 from specwire.request import GenerateOptions, build_request
-from specwire.rpc import channel_options
+from specwire.rpc import ADDRESSES, channel_options, is_address
 from specwire.v1 import generate_pb2, generate_pb2_grpc
 
 __all__ = [
@@ -63,6 +63,8 @@ __all__ = [
 
 _ATTEMPTS = 3
 _INFO_TIMEOUT_S = 10.0
+# gRPC takes an endless time for one that has passed; so much of it is endless enough.
+_LONGEST_S = 365 * 86_400.0
 
 
 class _Budget:
@@ -71,7 +73,7 @@ class _Budget:
     def __init__(self, timeout_s: float | None) -> None:
         if timeout_s is not None and not timeout_s > 0:
             raise SpecwireError.field("timeout_s", timeout_s, "a number above 0, or None")
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._end = None if timeout_s is None else time.monotonic() + min(timeout_s, _LONGEST_S)
         self._left = _ATTEMPTS
 
     def timeout_s(self) -> float | None:
@@ -216,6 +218,8 @@ class Stream(_Receiver):
 
 
 def _options(address: str) -> list[tuple[str, int]]:
+    if not is_address(address):
+        raise SpecwireError.field("address", address, ADDRESSES)
     options = channel_options(link=False)
     if address.startswith(("unix:", "localhost:", "127.", "[::1]")):
         options.append(("grpc.enable_http_proxy", 0))

@@ -112,8 +112,8 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The last event of a stream."""
+class _Ended:
+    """How an answer ended, and what was applied."""
 
     finish_reason: FinishReason
     stop_string: str
@@ -134,11 +134,16 @@ class Finished:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Finished(_Ended):
+    """The last event of a stream."""
+
+
 Event = Delta | Finished
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation(_Ended):
     """A whole generation: what the deltas said, how it ended, and what was applied.
 
     With `n` above 1 this is choice 0, and `others` are the rest; `choices` are all, in order.
@@ -147,22 +152,6 @@ class Generation:
     text: str
     token_ids: tuple[int, ...]
     margins: tuple[float, ...]
-    finish_reason: FinishReason
-    stop_string: str
-    stop_token_id: int | None
-    usage: Usage
-    acceptance: Acceptance
-    sampling: Sampling
-    request_id: str
-    exactness: str
-    choice: int = 0
-    max_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    bad_words: tuple[str, ...] = ()
-    priority: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     others: tuple[Generation, ...] = ()
 

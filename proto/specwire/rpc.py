@@ -28,8 +28,21 @@ _PING_MS = {True: 10_000, False: 30_000}
 _PING_TIMEOUT_MS = 5_000
 _PING_MINIMUM_MS = 5_000
 
+ADDRESSES = "host:port with a port of 1 to 65535, or unix:/path"
+
 T = TypeVar("T")
 Options = list[tuple[str, int]]
+
+
+def is_address(address: str) -> bool:
+    """Whether a server may be there. gRPC itself takes a port of 99999 for 34463, and calls 443
+    where none is given; schemes of its resolvers, as `dns:///host:port`, are fine."""
+    for scheme in ("unix:", "unix-abstract:"):
+        if address.startswith(scheme):
+            return len(address) > len(scheme)
+    host, _, port = address.rpartition(":")
+    known = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+    return known and bool(host) and not any(c.isspace() for c in host)
 
 
 def _limits(link: bool) -> Options:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specwire.client import AsyncClient, Client, Delta, Event, Finished, FinishReason
+from specwire.client import AsyncClient, Client, Delta, Event, Finished, FinishReason, Generation
 from specwire.errors import Reason, SpecwireError
 from specwire.serve import GrpcHost
 from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc
@@ -217,6 +217,20 @@ async def test_bad_arguments_are_named_before_anything_is_sent(
         assert field in (error.metadata["field"], error.metadata["value"].strip("'"))
         assert "secret" not in error.message
     assert fake[0].calls == 0
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "unix:", "127.0.0.1:99999", "127.0.0.1:0"])
+async def test_an_address_that_cannot_be_is_named(address: str) -> None:
+    """gRPC would connect to another port, or say that a server is away."""
+    for kind in (Client, AsyncClient):
+        with pytest.raises(SpecwireError) as caught:
+            kind(address)
+        assert caught.value.metadata["field"] == "address"
+
+
+async def test_an_endless_timeout_does_not_end_at_once(fake: Fake) -> None:
+    for result in await both(fake[1], prompt="x", timeout_s=float("inf")):
+        assert isinstance(result, Generation)
 
 
 async def test_errors_are_typed_and_not_repeated(fake: Fake) -> None:

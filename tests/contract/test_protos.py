@@ -34,6 +34,7 @@ def every_message() -> list[Descriptor]:
 
 
 def test_no_tensor_travels_as_repeated_float() -> None:
+    """WC-32, and WC-18: no draft law travels, so that none can be wrong."""
     kinds = (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE)
     found = {
         f"{message.name}.{field.name}"

@@ -186,6 +186,7 @@ def context(model: DFlashModel, taps: Tensor, cuts: tuple[int, ...] = ()) -> Pag
 def test_block_logits_follow_the_equations(
     tmp_path: Path, target: Path, case: str, kernels: str
 ) -> None:
+    """DF-20: causality and window are each layer's own."""
     change, modes = CASES[case]
     state = write_draft(tmp_path, change)
     model = load(tmp_path, target, kernels)
@@ -289,7 +290,7 @@ def without(key: str) -> dict[str, Any]:
         pytest.param({"target_hidden_size": 96}, "target_hidden_size", id="df35-target-hidden"),
         pytest.param({"num_target_layers": 30}, "num_target_layers", id="target-layers"),
         pytest.param({"vocab_size": 50}, "vocab_size = 50", id="df25-vocabulary"),
-        pytest.param({"is_neox_style": False}, "is_neox_style", id="df34-interleaved"),
+        pytest.param({"is_neox_style": False}, "is_neox_style", id="df8-df34-interleaved"),
         pytest.param(
             {"rope_parameters": {"rope_theta": 1e6}}, "conflicting rope theta", id="df9-theta"
         ),

@@ -126,6 +126,7 @@ def test_mixed_ragged_batch(pair: Pair) -> None:
 
 
 def test_taps_equal_hooks_on_every_layer_the_last_one_included(pair: Pair) -> None:
+    """DF-5, DF-6, DF-7, DF-24, DF-30: outputs of the layers named, before the final norm."""
     model, engine = pair
     ids = random_ids(23)
     outputs: list[Tensor] = []
@@ -217,6 +218,8 @@ QWEN = {"model_type": "qwen2", "num_key_value_heads": 2}
     [
         ({"model_type": "gemma2"}, "model_type = 'gemma2' .* llama, mistral, qwen2, qwen3"),
         ({"model_type": "qwen3_moe"}, "model_type"),
+        ({"model_type": "mamba2"}, "model_type = 'mamba2'"),
+        ({"model_type": "qwen3_next"}, "model_type = 'qwen3_next'"),
         ({"model_type": None}, "model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}, "Qwen3ForCausalLM"),
@@ -248,6 +251,7 @@ QWEN = {"model_type": "qwen2", "num_key_value_heads": 2}
     ],
 )
 def test_config_refuses_by_name(change: dict[str, Any], named: str) -> None:
+    """WC-24 among others: a recurrent cache cannot be truncated, so such models are refused."""
     with pytest.raises(CheckpointError, match=named):
         from_hf(GOOD | change)
 

@@ -58,6 +58,7 @@ def generate(
 def test_drafts_never_change_the_tokens(
     engine: NativeEngine, sampling: Sampling, k: int, skill: int
 ) -> None:
+    """WC-41: a step of K + 1 rows gives what steps of one token give."""
     prompt = random_ids(250, seed=3)  # the blocks meet the bucket edge at 256
     plain = generate(engine, prompt, 24, 0, sampling, 0)
     assert generate(engine, prompt, 24, k, sampling, skill) == plain
@@ -90,6 +91,26 @@ def test_rows_cover_valid_positions_only(engine: NativeEngine) -> None:
     assert verdict.rows is not None
     assert verdict.rows.shape == (verdict.accepted + 1, HIDDEN)
     table.free()
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+def test_rows_are_captured_at_every_width(engine: NativeEngine, width: int) -> None:
+    """DF-14: a verify block of any width gives the rows that steps of one token give."""
+    ids = generate(engine, random_ids(12), 9, 0, GREEDY, 0)
+    found = []
+    for cut in (width, 1):
+        table = engine.allocate(64)
+        engine.step([Item(table, random_ids(12), 0, 1, GREEDY)])
+        rows = []
+        for start in range(0, width, cut):
+            block = ids[start : start + cut]
+            result = engine.step([Item(table, block, 12 + start, cut, GREEDY, taps=(0, 3))])[0]
+            assert result.accepted == cut - 1 and result.rows is not None
+            rows.append(result.rows)
+        found.append(torch.cat(rows))
+        table.free()
+    assert found[0].shape == (width, 2 * HIDDEN)
+    assert torch.equal(*found)
 
 
 def test_items_with_different_taps_share_a_step(engine: NativeEngine) -> None:

@@ -165,7 +165,7 @@ async def test_tricks_with_time(trick: Trick) -> None:
         unharmed(results["third"])
         fallbacks = results["victim"].acceptance.fallbacks
         assert 3 <= fallbacks["late"] < 20 < fallbacks["breaker_open"]
-        assert made.host.fleet.drafts[0].breaker.open
+        assert made.host.fleet.drafts[0].standings["toy"].breaker.open
         if trick is hostile.slow:
             async with asyncio.timeout(5):
                 while not made.dropped():  # noqa: ASYNC110 - late answers come at their own time

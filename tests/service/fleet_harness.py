@@ -16,6 +16,7 @@ from coordinator.tokenizer_cache import TokenizerCache
 from specwire.client import AsyncClient
 from specwire.generation import Generation
 from target_svc.app import Loaded, TargetApp
+from target_svc.sessions import Session
 from target_svc.settings import TargetSettings
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, document
 from tests.service.toy_engine import ToyEngine
@@ -27,6 +28,8 @@ class ToyTarget:
     def __init__(self, address: str, engine: dict[str, Any], **info: Any) -> None:
         self.address, self._engine_options, self._info = address, engine, info
         self.app: TargetApp | None = None
+        # Sessions that were opened since the last start.
+        self.opened = 0
 
     async def start(self, drain_ms: int = 0) -> None:
         self.engine = ToyEngine(**self._engine_options)
@@ -34,6 +37,15 @@ class ToyTarget:
         settings = TargetSettings(address=self.address, drain_ms=drain_ms, reflection=False)
         self.app = TargetApp(settings, lambda _: Loaded(self.engine, document()))
         await self.app.start()
+        scheduler, self.opened = self.app.scheduler, 0
+        assert scheduler is not None
+        add = scheduler.add
+
+        def counted(session: Session) -> None:
+            self.opened += 1
+            add(session)
+
+        scheduler.add = counted  # type: ignore[method-assign]
 
     async def stop(self) -> None:
         app, self.app = self.app, None
@@ -49,11 +61,6 @@ class ToyTarget:
             if self.app is None or self.app.scheduler is None
             else len(self.app.scheduler.sessions)
         )
-
-    @property
-    def opened(self) -> int:
-        """Sessions that it opened since it started."""
-        return 0 if self.app is None else int(self.app.metrics.value("verdicts", kind="open"))
 
 
 class FleetWorld:

@@ -191,10 +191,34 @@ def test_settings_are_frozen_and_refuse_what_is_unknown() -> None:
     with pytest.raises(SpecwireError) as caught:
         CoordinatorSettings.load(["--target", ","])
     assert caught.value.metadata["field"] == "target"
+    assert caught.value.metadata["accepted"] == "at least one address"
     with pytest.raises(SpecwireError) as caught:
         CoordinatorSettings.load(["--max-sessions", "0"])
     assert caught.value.reason is Reason.SETTINGS_INVALID
     assert caught.value.metadata["field"] == "max_sessions"
+
+
+@pytest.mark.parametrize("field", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("given", "accepted"),
+    [
+        ("nonsense", "host:port"),
+        ("unix:", "unix:/path"),
+        ("host:", "host:port"),
+        ("host:99999", "65535"),
+        ("a b:1", "host:port"),
+        ("unix:/a,unix:/a", "once"),
+    ],
+)
+def test_addresses_are_checked_before_the_start(field: str, given: str, accepted: str) -> None:
+    """Found wrong only when it connects, a worker would look absent for ever."""
+    with pytest.raises(SpecwireError) as caught:
+        CoordinatorSettings.load([f"--{field}", given])
+    assert caught.value.reason is Reason.SETTINGS_INVALID
+    assert caught.value.metadata["field"] == field
+    assert accepted in caught.value.metadata["accepted"]
+    fine = ("dns:///host:1", "[::1]:65535", "unix:/p")
+    assert CoordinatorSettings.load(["--target", ",".join(fine)]).target == fine
 
 
 async def test_a_request_without_input_is_refused() -> None:

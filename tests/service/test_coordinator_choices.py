@@ -13,9 +13,18 @@ import target_svc.intake
 from engine import api
 from specwire.client import Delta, Finished, Generation
 from specwire.errors import Reason, SpecwireError
-from specwire.v1 import target_pb2
-from tests.service.coordinator_harness import PROMPT, ScriptedDraft, World, world
-from tests.service.toy_engine import VOCAB, continuation, scored, seed_of
+from specwire.rpc import decode_ids
+from specwire.v1 import draft_pb2, target_pb2
+from tests.service.coordinator_harness import (
+    PROMPT,
+    ScriptedDraft,
+    World,
+    refusal,
+    row_drafter,
+    world,
+)
+from tests.service.fleet_harness import until
+from tests.service.toy_engine import HIDDEN, VOCAB, continuation, scored, seed_of
 
 _F = Reason.FIELD_INVALID
 SEED = 21
@@ -80,6 +89,53 @@ async def test_choices_are_what_single_requests_with_their_index_give(
         assert single.token_ids == result.choices[2].token_ids and not single.others
         await made.until_idle()
         assert not made.host.servicer.sessions
+
+
+class _Caching(ScriptedDraft):
+    """Has the rows of what any session was asked about, as the row cache of a draft does."""
+
+    def _handle(self, item: draft_pb2.DraftItem) -> list[draft_pb2.DraftReply]:
+        replies = super()._handle(item)
+        if item.HasField("open"):
+            ids = decode_ids(item.open.ids)
+            asked = {(a.key.session_id, a.key.generation) for a in self.advances if a.k}
+            for name, known in self.sessions.items():
+                if name in asked and known[: len(ids)] == ids:
+                    replies[0].opened.have_rows = len(ids) - len(ids) % 16
+        return replies
+
+
+async def test_choices_share_the_rows_of_their_prompt() -> None:
+    """Otherwise each would run the prompt again, for rows that the draft has from the first."""
+    draft, ids = _Caching(**row_drafter()), [7 * i % 900 for i in range(100)]
+    async with world(draft, num_speculative_tokens=3) as made:
+        result = await made.generate(token_ids=ids, n=4, max_tokens=20, seed=SEED, temperature=0.7)
+        for choice in result.choices:
+            seed = seed_of(api.Sampling(seed=SEED, choice=choice.choice))
+            assert list(choice.token_ids) == continuation(ids, 20, seed)
+            assert choice.acceptance.draft_tokens > 0
+        first, *others = (item.key.session_id for item in draft.opens)
+        rows = {
+            number: draft.row_bytes[number, 0] // (2 * 2 * HIDDEN) for number in (first, *others)
+        }
+        assert rows[first] == 100 and all(rows[number] == 4 for number in others)
+        prompt = sum(len(i[1]) for step in made.engine.log for i in step if i[0] + len(i[1]) <= 100)
+        assert prompt <= 100 + 3 * 32
+        await made.until_idle()
+
+
+@pytest.mark.parametrize("how", ["late", "refused", "gone"])
+async def test_choices_do_not_wait_for_a_draft_that_fails_the_first(how: str) -> None:
+    def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Any]:
+        return [refusal(item, "QUEUE_FULL")] if how == "refused" else []
+
+    draft = ScriptedDraft(script, **row_drafter())
+    async with world(draft, proposal_wait_min_ms=50, num_speculative_tokens=3) as made:
+        if how == "gone":
+            await draft.stop()
+        result = await made.generate(n=3, max_tokens=20, seed=SEED, temperature=0.7)
+        for choice in result.choices:
+            assert list(choice.token_ids) == expected(choice.choice, 20)
 
 
 async def test_a_seed_that_nobody_gave_is_drawn_once_for_all_choices() -> None:
@@ -151,9 +207,18 @@ async def test_one_choice_that_fails_fails_the_call_with_its_error(opens: Opens)
 async def test_choices_count_as_sessions() -> None:
     async with world(max_sessions=3) as made:
         with pytest.raises(SpecwireError) as caught:
-            await made.generate(n=4)
-        assert caught.value.reason is Reason.QUEUE_FULL and "3" in caught.value.message
+            await made.generate(n=4)  # not QUEUE_FULL: it would not fit later either
+        assert caught.value.reason is Reason.FIELD_INVALID
+        assert caught.value.metadata["field"] == "n" and "1 to 3" in caught.value.message
         assert len((await made.generate(n=3)).choices) == 3
+        made.engine.gate.clear()
+        task = asyncio.create_task(made.generate(n=2))
+        await until(lambda: len(made.host.servicer.sessions) == 2)
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate(n=2)
+        assert caught.value.reason is Reason.QUEUE_FULL and "3" in caught.value.message
+        made.engine.gate.set()
+        assert len((await task).choices) == 2
 
 
 def check_logprobs(result: Generation, top: int) -> None:
@@ -345,7 +410,7 @@ BAD: list[tuple[dict[str, Any], Reason, str, str]] = [
 
 
 async def test_what_is_refused_names_field_value_and_what_is_accepted() -> None:
-    """WC-21: structured output is refused by name, not begun and broken."""
+    """WC-21, WC-43: structured output is refused by name, not begun and broken."""
     async with world(ScriptedDraft()) as made:
         for options, reason, field, value in BAD:
             with pytest.raises(SpecwireError) as caught:

@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator.session import Session
+from coordinator.validation import check
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, draft_pb2, generate_pb2
 from tests.service.coordinator_harness import (
@@ -22,6 +24,7 @@ from tests.service.coordinator_harness import (
     row_drafter,
     world,
 )
+from tests.service.fleet_harness import until
 from tests.service.toy_engine import continuation
 
 SLOW = {"step_s": 0.01}
@@ -128,7 +131,7 @@ async def test_a_silent_draft_trips_its_breaker_and_is_tried_again() -> None:
     }
     async with world(ScriptedDraft(script), SLOW, **options) as made:
         task = await started(made)
-        assert made.host.fleet.drafts[0].breaker.open
+        assert made.host.fleet.drafts[0].standings["toy"].breaker.open
         silent["on"] = False
         result = await task
         assert list(result.token_ids) == continuation(PROMPT, LONG)
@@ -136,6 +139,64 @@ async def test_a_silent_draft_trips_its_breaker_and_is_tried_again() -> None:
         assert result.acceptance.fallbacks["breaker_open"] > 3
         assert result.acceptance.per_step_accepted[-4] == 2
         await made.until_idle()
+
+
+class _TwoDrafters(ScriptedDraft):
+    """`toy` never answers, `quick` is perfect."""
+
+    async def GetInfo(self, request: Any, context: Any) -> Any:
+        info = await super().GetInfo(request, context)
+        info.drafters.add(method="quick", max_draft_tokens=7)
+        return info
+
+
+def _only_quick(
+    draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]
+) -> list[draft_pb2.DraftReply]:
+    opened = next(o for o in draft.opens if o.key == item.key)
+    return perfect(draft, item, ids) if opened.method == "quick" else []
+
+
+async def test_a_late_drafter_does_not_stand_for_its_neighbours() -> None:
+    """One worker hosts several drafters: each has its own breaker and its own pace."""
+    draft = _TwoDrafters(_only_quick)
+    options = {"proposal_wait_min_ms": 100, "breaker_open_ms": 60_000}
+    async with world(draft, **options) as made:
+        late = (await made.generate(method="toy", num_speculative_tokens=2)).acceptance
+        assert late.fallbacks["late"] == 3 and late.fallbacks["breaker_open"] > 0
+        result = await made.generate(method="quick", num_speculative_tokens=2)
+        assert list(result.token_ids) == continuation(PROMPT, 40)
+        assert "breaker_open" not in result.acceptance.fallbacks
+        assert result.acceptance.accepted_tokens > 0
+
+
+async def test_a_draft_that_comes_back_without_the_drafter_costs_speed_only() -> None:
+    """It went while the client read slowly: its last proposal was still unread."""
+    draft = ScriptedDraft()
+    async with world(draft, num_speculative_tokens=2) as made:
+        ids, reads = list[int](), asyncio.Event()
+
+        async def deliver(delta: Any) -> None:
+            ids.extend(delta.token_ids)
+            if len(ids) >= 10:
+                await reads.wait()
+
+        group = made.host.fleet.group("")
+        session = Session(group, 1, check(request(60), group, group.text, None), group.text)
+        task = asyncio.create_task(session.run(deliver))
+        worker = made.host.fleet.drafts[0]
+        await until(lambda: len(ids) >= 10)
+        mail = session._drafting._at.mail
+        assert mail is not None
+        await until(lambda: bool(mail._queue))
+        await draft.stop()
+        draft.drafter.method = "another"
+        await draft.start(made.draft_address)
+        await until(lambda: "another" in worker.standings)
+        reads.set()
+        finished = await asyncio.wait_for(task, 10)
+        assert ids == continuation(PROMPT, 60)
+        assert finished.acceptance.fallbacks["draft_lost"] == 1
 
 
 async def test_rows_that_cannot_be_had_again_leave_the_session_plain() -> None:

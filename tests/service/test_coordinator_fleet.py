@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from coordinator.session import Session
+from coordinator.validation import check
 from specwire.errors import Reason, SpecwireError
-from specwire.v1 import common_pb2, draft_pb2
+from specwire.request import build_request
+from specwire.v1 import common_pb2, draft_pb2, generate_pb2
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, row_drafter
 from tests.service.fleet_harness import FleetWorld, fleet_world, until
 from tests.service.toy_engine import continuation
@@ -121,6 +124,65 @@ async def test_an_exact_session_never_goes_to_other_numerics(exactness: str, mov
         assert caught.value.reason is Reason.ENGINE_DOWN
 
 
+@pytest.mark.parametrize(("exactness", "goes_on"), [("exact", False), ("fast", True)])
+async def test_a_target_that_comes_back_computing_otherwise_is_another(
+    exactness: str, goes_on: bool
+) -> None:
+    """It came back while the session waited for a slow client, so that its link was up again."""
+    options = {"target_return_ms": 200, "free_run": 0}
+    async with fleet_world(infos=({},), **options) as made:
+        (target,), ids, reads = made.targets, list[int](), asyncio.Event()
+
+        async def deliver(delta: generate_pb2.Delta) -> None:
+            ids.extend(delta.token_ids)
+            if len(ids) >= 10:
+                await reads.wait()
+
+        group = made.host.fleet.group("")
+        request = build_request(
+            {
+                "token_ids": PROMPT,
+                "max_tokens": LONG,
+                "seed": 0,
+                "temperature": 0.0,
+                "exactness": exactness,
+                "return_token_ids": True,
+            }
+        )
+        session = Session(group, 1, check(request, group, group.text, None), group.text)
+        task = asyncio.create_task(session.run(deliver))
+        await until(lambda: len(ids) >= 10)
+        await target.stop()
+        target._info = {"numerics": "another build"}
+        await target.start()
+        await until(lambda: made.host.fleet.targets[0].numerics == "another build")
+        await made.wait_ready()
+        reads.set()
+        if goes_on:
+            await task
+            assert ids == continuation(PROMPT, LONG)
+            return
+        with pytest.raises(SpecwireError) as caught:
+            await task
+        assert caught.value.reason is Reason.ENGINE_DOWN
+
+
+async def test_the_wait_goes_on_when_the_first_that_comes_back_computes_otherwise() -> None:
+    async with fleet_world(engine=SLOW, target_return_ms=10_000) as made:
+        task = await made.started(LONG)
+        first, second = made.at(), made.other(made.at())
+        await second.stop()
+        await first.stop()
+        first._info = {"numerics": "another build"}
+        await first.start()
+        worker = next(t for t in made.host.fleet.targets if t.address == first.address)
+        await until(lambda: worker.numerics == "another build" and worker.link.ready)
+        await asyncio.sleep(0.3)  # the session has looked at what came
+        await second.start()
+        assert list((await task).token_ids) == continuation(PROMPT, LONG)
+        assert (first.opened, second.opened) == (0, 1)
+
+
 async def test_another_model_is_another_group() -> None:
     infos = ({}, {"name": "other", "fingerprint": "other-fp"})
     async with fleet_world(engine=SLOW, infos=infos, target_return_ms=200) as made:
@@ -194,7 +256,7 @@ async def test_drafts_share_the_sessions_and_one_that_is_open_gets_none() -> Non
         await until(lambda: sum(len(d.sessions) for d in drafts) == 6)
         assert [len(d.sessions) for d in drafts] == [3, 3]
         await asyncio.gather(*tasks)
-        breaker = made.host.fleet.drafts[0].breaker
+        breaker = made.host.fleet.drafts[0].standings["toy"].breaker
         for _ in range(3):
             breaker.failure(breaker.clock())
         assert breaker.open
@@ -270,7 +332,8 @@ async def test_nothing_is_left_after_many_sessions_with_random_cancels() -> None
 
     async def one(made: FleetWorld, number: int) -> None:
         ids = [number % 900, 1, 2]
-        task = asyncio.create_task(made.generate(ids, max_tokens=rng.randrange(1, 30)))
+        options = {"max_tokens": rng.randrange(1, 30), "n": rng.choice([1, 1, 3])}
+        task = asyncio.create_task(made.generate(ids, **options))
         if rng.random() < 0.5:
             await asyncio.sleep(rng.random() * 0.05)
             task.cancel()
@@ -279,7 +342,7 @@ async def test_nothing_is_left_after_many_sessions_with_random_cancels() -> None
             wanted = continuation(ids, result.usage.completion_tokens)
             assert list(result.token_ids) == wanted
 
-    async with fleet_world(drafts, max_sessions=64) as made:
+    async with fleet_world(drafts, max_sessions=128) as made:
         for start in range(0, 300, 30):
             await asyncio.gather(*(one(made, start + i) for i in range(30)))
         await until(lambda: not any(t.sessions for t in made.targets))

@@ -26,23 +26,23 @@ SESSIONS, TOKENS, K = 64, 200, 3
 LIMIT_MS = 9.0
 
 
-def request(number: int) -> generate_pb2.GenerateRequest:
+def request(number: int, k: int | None) -> generate_pb2.GenerateRequest:
     return generate_pb2.GenerateRequest(
         tokens=generate_pb2.TokenInput(ids=[number, number + 1]),
         sampling=common_pb2.Sampling(temperature=0.0, seed=0),
         max_tokens=TOKENS,
         return_token_ids=True,
-        speculation=generate_pb2.Speculation(num_speculative_tokens=K),
+        speculation=generate_pb2.Speculation(num_speculative_tokens=k),
     )
 
 
-async def run(fleet: Fleet, number: int) -> tuple[Session, list[int]]:
+async def run(fleet: Fleet, number: int, k: int | None) -> tuple[Session, list[int]]:
     group, ids = fleet.group(""), list[int]()
 
     async def deliver(delta: generate_pb2.Delta) -> None:
         ids.extend(delta.token_ids)
 
-    spec = check(request(number), group, group.text, None)
+    spec = check(request(number, k), group, group.text, None)
     session = Session(group, number, spec, group.text)
     await session.run(deliver)
     return session, ids
@@ -60,7 +60,8 @@ def workers(tmp_path: Path) -> Iterator[Path]:
         process.communicate(timeout=30)
 
 
-async def test_a_round_of_64_sessions_costs_milliseconds(workers: Path) -> None:
+@pytest.mark.parametrize("k", [K, None], ids=["fixed", "adaptive"])
+async def test_a_round_of_64_sessions_costs_milliseconds(workers: Path, k: int | None) -> None:
     settings = CoordinatorSettings(
         address=f"unix:{workers}/c",
         target=(f"unix:{workers}/t",),
@@ -72,15 +73,17 @@ async def test_a_round_of_64_sessions_costs_milliseconds(workers: Path) -> None:
         fleet.start()
         for worker in fleet.workers:
             assert await worker.link.wait_ready(10)
-        await run(fleet, 900)
+        await run(fleet, 900, k)
         before = time.thread_time()
-        found = await asyncio.gather(*(run(fleet, number) for number in range(1, SESSIONS + 1)))
+        found = await asyncio.gather(*(run(fleet, number, k) for number in range(1, SESSIONS + 1)))
         spent_ms = (time.thread_time() - before) * 1000
         for number, (_, ids) in enumerate(found, start=1):
             assert ids == continuation([number, number + 1], TOKENS)
         rounds = sum(len(session.record.drafted) for session, _ in found) / SESSIONS
+        # The draft is perfect: K rises where it is chosen.
         assert rounds <= TOKENS / (K + 1) + 2
         print(f"{spent_ms / rounds:.2f} ms a round of {SESSIONS} sessions")
-        assert spent_ms / rounds < LIMIT_MS
+        # Half as many rounds, with twice the text each, where K is chosen.
+        assert spent_ms / rounds < (LIMIT_MS if k else 2 * LIMIT_MS)
     finally:
         await fleet.stop()

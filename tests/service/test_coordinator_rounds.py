@@ -48,6 +48,50 @@ async def test_a_perfect_draft_saves_steps_and_changes_nothing() -> None:
         await made.until_idle()
 
 
+@pytest.mark.parametrize(
+    ("reason", "judged"), [("catching_up", False), ("deadline", False), ("no_match", True)]
+)
+async def test_a_proposal_without_rows_or_time_says_nothing_of_the_drafter(
+    reason: str, judged: bool
+) -> None:
+    """What one session's drafter could not do yet must not lower K for all others."""
+
+    def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
+        return [proposal(item, len(ids), [], reason=reason)] if item.k else []
+
+    async with world(ScriptedDraft(script)) as made:
+        result = await made.generate()
+        assert list(result.token_ids) == WANTED
+        assert result.acceptance.fallbacks[reason] > 0
+        assert bool(made.host.fleet.drafts[0].standings["toy"].past.rounds) is judged
+
+
+@pytest.mark.parametrize("k", [0, 3])
+async def test_a_token_that_is_the_drafters_mask_stays(k: int) -> None:
+    """DF-21: what the target chose is never filtered by what a drafter uses ids for."""
+    mask, at = 77, 6
+
+    def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
+        left = at - len(ids) + len(PROMPT)
+        guess = continuation(ids, item.k)
+        if 0 <= left < item.k:
+            guess[left:] = [mask] * (item.k - left)
+        return [proposal(item, len(ids), guess)]
+
+    async with world(ScriptedDraft(script, mask_token_id=mask)) as made:
+        made.engine.forced[len(PROMPT) + at] = mask
+        result = await made.generate(num_speculative_tokens=k)
+        before = WANTED[:at]
+        assert list(result.token_ids) == [
+            *before,
+            mask,
+            *continuation([*PROMPT, *before, mask], 40 - at - 1),
+        ]
+        assert f"w{mask} " in result.text
+        if k:
+            assert result.acceptance.accepted_tokens > 0
+
+
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 async def test_sampled_text_depends_on_the_seed_only(k: int) -> None:
     draft = ScriptedDraft()

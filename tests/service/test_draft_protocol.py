@@ -18,6 +18,8 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 from tests.service.draft_peer import (
     LIMITS,
     TARGET,
+    Link,
+    Rows,
     Service,
     ToyMethod,
     advance_item,
@@ -207,6 +209,45 @@ async def test_sessions_that_are_ready_share_one_forward(service: Service) -> No
     proposals = [(await link.reply()).proposal for _ in keys]
     assert [list(p.ids) for p in proposals] == [[20], [40], [60], [80]]
     assert service.toy.batches == [1, 3]
+
+
+async def _busy(service: Service, link: Link, rows: Rows) -> None:
+    """Both sessions are open with the rows of their prompt; the second one's forward runs."""
+    for key in (KEY, session_key(2)):
+        await link.ask(open_item(key, [1, 2]))
+        await rows.push(key, 0, 0, [10, 20])
+    service.toy.gate.clear()
+    await link.send(advance_item(session_key(2), 0, 2, [3], 1))
+    await service.computing()
+
+
+async def test_a_superseded_question_is_not_computed(service: Service) -> None:
+    """A slow forward must not be followed by one for questions that have had their answer."""
+    link, rows = service.link(), service.rows()
+    await _busy(service, link, rows)
+    await link.silent(advance_item(KEY, 0, 2, [3], 1))
+    await rows.push(KEY, 1, 2, [30])
+    first = (await link.ask(advance_item(KEY, 1, 3, [4], 1))).proposal
+    assert (first.step_id, first.reason) == (0, "superseded")
+    service.toy.gate.set()
+    assert (await link.reply()).proposal.key == session_key(2)
+    assert list((await link.reply()).proposal.ids) == [30]
+    assert service.toy.batches == [1, 1]
+
+
+async def test_a_question_whose_time_is_over_is_not_computed(service: Service) -> None:
+    link, rows = service.link(), service.rows()
+    await _busy(service, link, rows)
+    await link.silent(advance_item(KEY, 0, 2, [3], 1, deadline_ms=20))
+    await asyncio.sleep(0.05)
+    service.toy.gate.set()
+    assert (await link.reply()).proposal.key == session_key(2)
+    late = (await link.reply()).proposal
+    assert (late.key, late.reason, list(late.ids)) == (KEY, "deadline", [])
+    assert service.toy.batches == [1]
+    await rows.push(KEY, 1, 2, [30])
+    again = await link.ask(advance_item(KEY, 1, 3, [4], 1))
+    assert list(again.proposal.ids) == [30]
 
 
 async def test_a_malformed_item_fails_alone(service: Service) -> None:

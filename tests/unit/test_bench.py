@@ -95,6 +95,7 @@ def test_acceptance_is_marginal() -> None:
 
 
 def test_divergence_names_the_first_position_and_the_margin_of_plain() -> None:
+    """WC-41: where kernel shapes may flip a token, the report says how near the flip was."""
     plain = run_of(token_ids=(1, 2, 3, 4), margins=(9.0, 8.0, 0.25, 7.0))
     assert divergence(plain, plain) is None
     found = divergence(run_of(3, "code", token_ids=(1, 2, 5, 4)), plain)

@@ -1,0 +1,28 @@
+"""What is known of one drafter at one worker: how punctual it is, how fast and how good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coordinator.breaker import Breaker
+from coordinator.costs import Costs
+from coordinator.policy import Acceptance
+
+# Weight of the newest time in the running mean of proposals.
+_WEIGHT = 0.1
+
+
+@dataclass(slots=True)
+class Standing:
+    """Each drafter has its own: one that is slow says nothing of its neighbours in the process."""
+
+    breaker: Breaker
+    costs: Costs
+    past: Acceptance = field(default_factory=Acceptance)
+    # Running mean of how long proposals take, late ones included; 0 before the first.
+    proposal_s: float = 0.0
+
+    def note_proposal(self, seconds: float) -> None:
+        if not self.proposal_s:
+            self.proposal_s = seconds
+        self.proposal_s += _WEIGHT * (seconds - self.proposal_s)
