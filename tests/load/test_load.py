@@ -8,6 +8,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.load import coordinator, draft, target
 from tests.load.openloop import UNFINISHED, Plan, Sample, run
 from tests.load.report import SCHEMA, percentile, report, summary, table
 from tests.service.coordinator_harness import ScriptedDraft, world
-from tests.service.draft_peer import serving
+from tests.service.draft_peer import LIMITS, serving
 from tests.service.target_harness import target as target_service
 from tests.service.toy_engine import ToyEngine
 
@@ -169,7 +170,9 @@ async def test_a_stalled_target_shows_in_the_tail() -> None:
 async def test_draft_load(method: str, tmp_path: Path) -> None:
     chosen = flags(draft.command, "--prompt-tokens", "20", "--new-tokens", "16", "--method", method)
     plan = Plan(rate_per_s=30, duration_s=1.0, seed=3)
-    async with serving(tmp_path) as made:
+    # Room for all at once: how fast they end is the machine's business.
+    limits = replace(LIMITS, max_sessions=len(plan.arrivals()))
+    async with serving(tmp_path, limits) as made:
         done = await draft.load(made.host.address, plan, chosen)
         found = checked(report("draft", made.host.address, plan, vars(chosen), done))
         assert found["counts"]["ok"] == len(plan.arrivals()), found["errors"]

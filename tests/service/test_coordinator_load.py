@@ -54,7 +54,7 @@ async def test_a_draft_that_was_late_under_load_is_used_again_after_it() -> None
         tasks = [
             asyncio.create_task(made.generate(token_ids=[i, 9], max_tokens=300)) for i in range(6)
         ]
-        breaker = made.host.fleet.drafts[0].breaker
+        breaker = made.host.fleet.drafts[0].standings["toy"].breaker
         await until(lambda: breaker.open)
         asked = len([a for a in draft.advances if a.k])
         await asyncio.sleep(0.5)
