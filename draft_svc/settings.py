@@ -29,18 +29,19 @@ class DraftSettings(EngineSettings, ServiceSettings):
     )
     default_method: str = Field("", description="drafter of sessions that name none; empty: last")
     draft: str = Field("default", description="DFlash checkpoint: a directory, or `default`")
+    dspark: str = Field("default", description="DSpark checkpoint: a directory, or `default`")
     draft_model: str = Field(
         "",
         description="model of draft_model, with the target's tokenizer: a directory, a .gguf file, "
         "or `default`",
     )
-    hybrid_neural: Literal["dflash", "draft_model"] = Field(
+    hybrid_neural: Literal["dflash", "dspark", "draft_model"] = Field(
         "dflash", description="what hybrid chooses from beside the n-gram lookup"
     )
     target: str = Field(
         "default",
-        description="the target's checkpoint, or `default`: embedding and head of dflash, "
-        "tokenizer of draft_model",
+        description="the target's checkpoint, or `default`: embedding and head of dflash and "
+        "dspark, tokenizer of draft_model",
     )
     max_draft_tokens: int = Field(7, ge=1, le=64, description="most tokens of one proposal")
     kv_memory_mb: int = Field(128, ge=1, description="memory of one drafter's KV cache in MiB")
@@ -48,7 +49,9 @@ class DraftSettings(EngineSettings, ServiceSettings):
         128, ge=1, description="tokens of one forward of draft_model that catches up"
     )
     confidences: bool = Field(
-        False, description="send the draft's own probability of each token; takes time in dflash"
+        False,
+        description="send the draft's own probability of each token, which takes time in dflash; "
+        "what a confidence head says is sent in any case",
     )
     ngram_min: int = Field(2, ge=1, le=32, description="shortest n-gram that is looked up")
     ngram_max: int = Field(4, ge=1, le=32, description="longest n-gram that is looked up")

@@ -82,7 +82,9 @@ class _Layer:
     down: Linear
 
 
-def choose_attention(config: DFlashConfig, options: DFlashOptions) -> Resolution:
+def choose_attention(
+    config: DFlashConfig, options: DFlashOptions, method: str = "dflash"
+) -> Resolution:
     """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused."""
     return resolve_attention(
         AttentionOptions(
@@ -97,7 +99,7 @@ def choose_attention(config: DFlashConfig, options: DFlashOptions) -> Resolution
         modes=config.modes,
         native=use_native(options.kernels),
         role="draft",
-        method="dflash",
+        method=method,
         query_tokens=config.block_size,
     )
 
@@ -145,6 +147,11 @@ class DFlashModel:
         draft.finish()
         # One product gives the context keys and values of every layer.
         self._context_kv = pack_linear(torch.cat(context), self._mode)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """What one block proposes."""
+        return self.config.block_size - self.first_slot
 
     def _take_layer(self, draft: Weights, index: int) -> Tensor:
         """Reads layer `index`; returns its key and value weights."""

@@ -83,7 +83,7 @@ class DSparkModel(DFlashModel):
     ) -> Proposals:
         """The first `count` proposals (default: all) of every block; `draw` chooses each slot's
         tokens, slot by slot, since the next slot depends on them. Raises OutOfPages."""
-        count = self.dspark.max_draft_tokens if count is None else count
+        count = self.max_draft_tokens if count is None else count
         states = self.states(blocks, count)
         base = self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
         previous = torch.tensor([block.anchor for block in blocks])
@@ -118,7 +118,7 @@ def load_dspark(checkpoint: Path, target: str, options: DFlashOptions | None = N
     config = parse_dspark(read_json(checkpoint / "config.json"), target_config)
     if (checkpoint / "mask_embedding.pt").exists():
         raise CheckpointError("a mask vector of its own (mask_embedding.pt) is not supported")
-    attention = choose_attention(config.body, options)
+    attention = choose_attention(config.body, options, "dspark")
     embedding, head = target_tables(source.directory, target_config, options)
     draft = Weights(checkpoint, options.weight_dtype)
     model = DSparkModel(config, draft, embedding, head, options, attention)
