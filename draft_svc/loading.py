@@ -18,6 +18,7 @@ from draft_svc.methods.ngram import NgramMethod
 from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
 from engine.device import resolve_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError
+from engine.linear import int8_is_fast
 from engine.models.config import from_hf
 from engine.models.dflash import DFlashOptions, LoadedDraft, choose_attention, load_dflash
 from engine.models.dflash_config import parse_dflash
@@ -144,8 +145,16 @@ def _options(settings: DraftSettings, checkpoint: Path, method: str) -> DFlashOp
         kernels=settings.kernels,
         attention_backend=settings.attention_backend,
         cuda_graph_mode=settings.cuda_graph_mode,
+        int8_head=_int8_head(settings),
     )
     return replace(options, page_count=_page_count(settings, checkpoint, options, method))
+
+
+def _int8_head(settings: DraftSettings) -> bool:
+    """A proposal is a hint, and the head is most of its cost: int8 where that is faster."""
+    if settings.head_dtype == "auto":
+        return weight_dtype(settings.dtype) is torch.bfloat16 and int8_is_fast()
+    return settings.head_dtype == "int8"
 
 
 def _page_count(

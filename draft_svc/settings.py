@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -36,12 +36,17 @@ class DraftSettings(EngineSettings, ServiceSettings):
         "or `default`",
     )
     hybrid_neural: Literal["dflash", "dspark", "draft_model"] = Field(
-        "dflash", description="what hybrid chooses from beside the n-gram lookup"
+        "dspark", description="what hybrid chooses from beside the n-gram lookup"
     )
     target: str = Field(
         "default",
         description="the target's checkpoint, or `default`: embedding and head of dflash and "
         "dspark, tokenizer of draft_model",
+    )
+    head_dtype: Literal["auto", "int8", "model"] = Field(
+        "auto",
+        description="vocabulary head of dflash and dspark: int8, or as the model has it; auto: "
+        "int8 where the CPU has int8 dot products",
     )
     max_draft_tokens: int = Field(7, ge=1, le=64, description="most tokens of one proposal")
     kv_memory_mb: int = Field(128, ge=1, description="memory of one drafter's KV cache in MiB")
@@ -84,6 +89,16 @@ class DraftSettings(EngineSettings, ServiceSettings):
         if unknown:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(METHODS)}")
         return tuple(dict.fromkeys(names))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _methods_that_fit(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The shipped drafts are for the default target: another one needs drafts of its own, and
+        hosts what it names one for."""
+        if given.get("target", "default") == "default" or "dspark" in given:
+            return given
+        fitting = tuple(name for name in DEFAULT_METHODS if name != "dspark")
+        return {"methods": fitting, "hybrid_neural": "dflash"} | given
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
