@@ -199,7 +199,7 @@ class Drafting:
         ids = self._usable(message.ids, asked.k)
         self._count_empty("" if ids else message.reason or "no_proposal")
         self._proposed, self._source = True, message.source
-        return ids
+        return self._plan.cut(ids, message.confidences[: len(ids)], asked.length)
 
     def _stray(self, arrived_ns: int, message: Any) -> None:
         """Drops a reply to another question; a late one still says how long proposals take."""
