@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 METHODS = ("ngram", "hybrid", "draft_model", "dflash", "dspark")
 # What is hosted when nothing is asked for; the last one is the default.
-DEFAULT_METHODS = ("ngram", "hybrid", "dflash", "dspark")
+DEFAULT_METHODS = ("ngram", "hybrid", "dspark", "dflash")
 _SHIPPED = Path(__file__).parent / "checkpoints"
 DEFAULT_DRAFT, DEFAULT_DSPARK = _SHIPPED / "smollm2-135m-dflash", _SHIPPED / "smollm2-135m-dspark"
 

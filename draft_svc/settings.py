@@ -36,7 +36,7 @@ class DraftSettings(EngineSettings, ServiceSettings):
         "or `default`",
     )
     hybrid_neural: Literal["dflash", "dspark", "draft_model"] = Field(
-        "dspark", description="what hybrid chooses from beside the n-gram lookup"
+        "dflash", description="what hybrid chooses from beside the n-gram lookup"
     )
     target: str = Field(
         "default",
@@ -98,7 +98,7 @@ class DraftSettings(EngineSettings, ServiceSettings):
         if given.get("target", "default") == "default" or "dspark" in given:
             return given
         fitting = tuple(name for name in DEFAULT_METHODS if name != "dspark")
-        return {"methods": fitting, "hybrid_neural": "dflash"} | given
+        return {"methods": fitting} | given
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

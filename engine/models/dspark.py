@@ -87,26 +87,23 @@ class DSparkModel(DFlashModel):
         states = self.states(blocks, count)
         base = self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
         previous = torch.tensor([block.anchor for block in blocks])
-        tokens, logits, confidence = [], [], []
+        before, tokens, logits = [], [], []
         for slot in range(count):
-            rows = self._w1[previous].float()
-            corrected = base[:, slot] + self._w2(rows)
-            if self._confidence is not None:
-                confidence.append(self._accepted(states[:, slot], rows))
+            before.append(self._w1[previous].float())
+            corrected = base[:, slot] + self._w2(before[-1])
             previous = draw(slot, corrected)
             tokens.append(previous)
             logits.append(corrected)
-        return Proposals(
-            torch.stack(tokens, 1),
-            torch.stack(logits, 1),
-            torch.stack(confidence, 1) if confidence else None,
-        )
+        confidence = self._accepted(states, torch.stack(before, 1))
+        return Proposals(torch.stack(tokens, 1), torch.stack(logits, 1), confidence)
 
-    def _accepted(self, states: Tensor, rows: Tensor) -> Tensor:
-        assert self._confidence is not None
+    def _accepted(self, states: Tensor, rows: Tensor) -> Tensor | None:
+        """What the confidence head says, from states and the Markov rows of the tokens before."""
+        if self._confidence is None:
+            return None
         with_markov = self.dspark.confidence_with_markov
         features = torch.cat((states, rows), -1) if with_markov else states
-        return F.linear(features, *self._confidence)[:, 0].sigmoid()
+        return F.linear(features, *self._confidence)[..., 0].sigmoid()
 
 
 def load_dspark(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:

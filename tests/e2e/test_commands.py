@@ -62,7 +62,7 @@ def test_up_serves_the_other_commands_until_it_is_told_to_stop(private_runtime: 
             "target": "ready",
             "draft": "ready",
         }
-        assert info["default_method"] == "dspark" and info["default_exactness"] == "exact"
+        assert info["default_method"] == "dflash" and info["default_exactness"] == "exact"
 
         options = ("--temperature", "0", "--max-tokens", "12", "The capital of France is")
         text = specwire("generate", *options)
@@ -97,7 +97,7 @@ def test_chat_keeps_the_conversation_and_marks_accepted_text(
     assert done.returncode == 0
     assert "[" in done.stdout  # some of the drafter's tokens were right
     statistics = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert len(statistics) == 2 and all("dspark" in line for line in statistics)
+    assert len(statistics) == 2 and all("dflash" in line for line in statistics)
 
 
 @pytest.mark.parametrize("modes", ["plain,ngram,dflash", "draft"])
