@@ -10,8 +10,8 @@ from collections.abc import Sequence
 # How sure the first guess is, in graded tokens of even odds (each tells 1/4); how fast old ones
 # fade.
 _PRIOR, _FADE = 4.0, 0.999
-# What is said is taken between these, so that a certain one can be corrected.
-_LEAST, _MOST = 1e-4, 1 - 1e-4
+# What is said is taken between these: one wild number must not outweigh the rest.
+_LEAST, _MOST = 0.01, 0.99
 
 
 class Calibration:
