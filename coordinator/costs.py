@@ -10,7 +10,7 @@ from itertools import pairwise
 
 # Weight of the newest time in a running mean, and the most that one time may move it: a hiccup
 # must not keep a K from being tried again.
-_WEIGHT, _JUMP = 0.05, 2.0
+_WEIGHT, _JUMP = 0.10, 2.0
 # Times of all K that are worth as much as so many of its own, and where counting ends.
 _POOLED, _MANY = 8.0, 32
 # Times after which the curve is made anew only once in so many.

@@ -119,7 +119,7 @@ def test_times_of_a_busy_machine_cost_little() -> None:
             tokens += accepted + 1
             seconds += verify(k) + (world.draft(k) if k else 0.0)
         found.append(tokens / seconds)
-    assert sum(found) / len(found) > 0.95 * world.best()[1]
+    assert sum(found) / len(found) > 0.93 * world.best()[1]
 
 
 def test_a_table_finds_the_k_before_anything_is_measured() -> None:
