@@ -118,6 +118,7 @@ async def measure(
     margins: list[float] = []
     first_at = first_tokens = 0
     finished: Finished | None = None
+    plain = mode.method == "plain"  # takes no number of draft tokens
     began = time.perf_counter_ns()
     stream = client.stream(
         messages=prompt.messages,
@@ -126,7 +127,7 @@ async def measure(
         seed=options.seed,
         method=mode.method,
         exactness=mode.exactness,
-        num_speculative_tokens=options.num_speculative_tokens,
+        num_speculative_tokens=None if plain else options.num_speculative_tokens,
         return_token_ids=True,
         return_margins=return_margins,
     )

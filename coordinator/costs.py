@@ -10,7 +10,9 @@ from itertools import pairwise
 
 # Weight of the newest time in a running mean, and the most that one time may move it: a hiccup
 # must not keep a K from being tried again.
-_WEIGHT, _JUMP = 0.15, 3.0
+_WEIGHT, _JUMP = 0.10, 2.0
+# Times of all K that are worth as much as so many of its own, and where counting ends.
+_POOLED, _MANY = 8.0, 32
 # Times after which the curve is made anew only once in so many.
 _SETTLED = 16
 
@@ -111,11 +113,23 @@ class Costs:
             if found is None and not self._table:
                 return None
             # What was seen elsewhere is compared with the table there.
-            seen = found.seen.items() if found is not None else ()
-            ratios = [(k, seconds / self._shape(found or cell, k)) for k, seconds in seen]
+            ratios = self._ratios(found) if found is not None else []
             shape = [self._shape(cell, k) for k in range(limit + 1)]
-            cell.curve = _corrected(shape, sorted(ratios))
+            cell.curve = _corrected(shape, ratios)
         return cell.curve
+
+    def _ratios(self, cell: _Cell) -> list[tuple[int, float]]:
+        """What was seen over the table, by tokens: few times of one K are taken together with those
+        of the others, since a busy machine slows them all down."""
+        ratios = {k: seconds / self._shape(cell, k) for k, seconds in cell.seen.items()}
+        if not self._table:
+            return sorted(ratios.items())
+        counts = {k: float(min(times, _MANY)) for k, times in cell.times.items()}
+        mean = sum(counts[k] * ratios[k] for k in ratios) / sum(counts.values())
+        return sorted(
+            (k, (counts[k] * ratio + _POOLED * mean) / (counts[k] + _POOLED))
+            for k, ratio in ratios.items()
+        )
 
     def _cell(self, sessions: int, context: int) -> _Cell:
         key = (sessions.bit_length(), (context >> 9).bit_length())

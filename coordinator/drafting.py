@@ -203,7 +203,7 @@ class Drafting:
         cause = "" if ids else message.reason or "no_proposal"
         self._count_empty(cause)
         self._proposed, self._source = cause in _JUDGED, message.source
-        return ids
+        return self._plan.cut(ids, message.confidences[: len(ids)], asked.length)
 
     def _stray(self, arrived_ns: int, message: Any) -> None:
         """Drops a reply to another question; a late one still says how long proposals take."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coordinator.attachment import Attachment
 from coordinator.policy import KPolicy
 from coordinator.record import Record
@@ -52,6 +54,18 @@ class Plan:
         if not breaker.allows():
             return self._plain("breaker_open", _SHORT_RUN)
         return limit
+
+    def cut(self, ids: list[int], said: Sequence[float], length: int) -> list[int]:
+        """Leaves out the end of a proposal where the drafter is too unsure of it to pay.
+
+        Where a request names a number of tokens it is not touched.
+        """
+        if self._policy is None or len(said) != len(ids) or not ids:
+            return ids
+        kept = self._policy.cut(said, self._at.target.busy, length)
+        if not kept:
+            self._record.fell_back("low_confidence")
+        return ids[:kept]
 
     def _policy_of(self) -> KPolicy:
         """The session's policy, with the tables of the workers that it is at now."""

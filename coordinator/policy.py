@@ -9,6 +9,9 @@ Pure: no clock, no asyncio.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from coordinator.confidence import Calibration
 from coordinator.costs import Costs
 
 # Rounds until a round counts a third: of one session, and of all that a drafter had.
@@ -32,19 +35,26 @@ _STEPS = (-1, 1, None, -1, 1, -1, 1)
 class Acceptance:
     """Accepted and tried, by position; old rounds fade."""
 
-    __slots__ = ("_decay", "hits", "rounds", "trials")
+    __slots__ = ("_decay", "calibration", "hits", "rounds", "trials")
 
     def __init__(self, decay: float = _DRAFTER_DECAY) -> None:
         self._decay = decay
+        # What the drafter's confidences are worth.
+        self.calibration = Calibration()
         self.hits: list[float] = []
         self.trials: list[float] = []
         self.rounds = 0
 
-    def note(self, asked: int, accepted: int) -> None:
-        """A round that asked for `asked` tokens; those that never came count as not accepted."""
+    def note(self, asked: int, accepted: int, withheld: Sequence[float] = ()) -> None:
+        """A round that asked for `asked` tokens; those that never came count as not accepted.
+
+        `withheld` are the chances of tokens that came and were not verified: they count as
+        accepted in part, or rounds cut where the drafter was unsure would flatter it.
+        """
         # Every session does this every round: locals, and nothing for what does not change.
         hits, trials, decay = self.hits, self.trials, self._decay
-        tried = min(asked, accepted + 1)
+        verified = asked - len(withheld)
+        tried = min(verified, accepted + 1)
         self.rounds += 1
         while len(trials) < tried:
             hits.append(0.0)
@@ -54,6 +64,20 @@ class Acceptance:
             hits[i] = hits[i] * decay + 1.0
         if accepted < tried:
             hits[accepted] -= 1.0
+            return
+        reached = 1.0
+        for i, chance in enumerate(withheld, verified):
+            self._count(i, reached, chance)
+            reached *= chance
+
+    def _count(self, i: int, weight: float, hit: float) -> None:
+        if i == len(self.trials):
+            self.hits.append(0.0)
+            self.trials.append(0.0)
+        # What counts less fades the past less.
+        fade = 1.0 - weight * (1.0 - self._decay)
+        self.trials[i] = self.trials[i] * fade + weight
+        self.hits[i] = self.hits[i] * fade + weight * hit
 
 
 class KPolicy:
@@ -66,6 +90,11 @@ class KPolicy:
         # Off: steps before this one are plain. A probe asks in a few rounds in a row.
         self._off, self._plain_until, self._probes = False, 0, 0
         self._pause = _PAUSE
+        # Tokens per second that is expected now; 0: not known, or this round is to try a K out.
+        self._rate = 0.0
+        # What the drafter said of this round's tokens, and the chances of those left out.
+        self._said: tuple[float, ...] = ()
+        self._withheld: tuple[float, ...] = ()
 
     def use(self, verify: Costs, draft: Costs, past: Acceptance) -> None:
         """The session is at these workers now; what it learned of itself stays."""
@@ -77,12 +106,29 @@ class KPolicy:
 
     def note(self, asked: int, accepted: int, *, proposed: bool = True) -> None:
         """How a round went. One without a proposal says nothing of the drafter's quality."""
-        self._own.note(asked, accepted)
+        if self._withheld:
+            asked = len(self._said) + len(self._withheld)
+        self._own.note(asked, accepted, self._withheld)
         if proposed:
-            self._past.note(asked, accepted)
+            self._past.note(asked, accepted, self._withheld)
+        self._past.calibration.note(self._said, accepted)
+        self._said = self._withheld = ()
+
+    def cut(self, said: Sequence[float], sessions: int, context: int) -> int:
+        """How many of the tokens that the drafter says so much of are worth verifying.
+
+        The draft's time is spent. Another token pays while the tokens that it is expected to bring
+        are more than its time brings elsewhere.
+        """
+        chances = self._past.calibration.chances(said)
+        verify = self._verify.curve(sessions, context, len(said)) if self._rate else None
+        kept = len(said) if verify is None else _worth(chances, verify, self._rate)
+        self._said, self._withheld = tuple(said[:kept]), tuple(chances[kept:])
+        return kept
 
     def choose(self, step: int, limit: int, sessions: int, context: int) -> int:
         """Draft tokens for the step after `step`, at most `limit`; 0: it does not pay."""
+        self._rate, self._said, self._withheld = 0.0, (), ()
         if limit <= 0 or step < self._plain_until:
             return 0
         self._round += 1
@@ -95,7 +141,9 @@ class KPolicy:
         if known and best_rate * _MARGIN < 1.0 / verify[0]:
             return self._switched_off(step, best)
         self._off, self._probes, self._pause = False, 0, _PAUSE
+        self._rate = best_rate
         if self._round % _EXPLORE == 0:
+            self._rate = 0.0
             change = _STEPS[self._round // _EXPLORE % len(_STEPS)]
             best = 0 if change is None else best + change
         return max(0, min(best, limit))
@@ -134,3 +182,16 @@ class KPolicy:
         self._off, self._probes = True, 0
         self._plain_until = step + self._pause
         return 0
+
+
+def _worth(chances: Sequence[float], verify: Sequence[float], rate: float) -> int:
+    """The number of tokens that gives the most over what `rate` gives in the same time."""
+    best, best_gain = 0, 1.0 - rate * verify[0]
+    tokens = reach = 1.0
+    for k, chance in enumerate(chances, 1):
+        reach *= chance
+        tokens += reach
+        gain = tokens - rate * verify[k]
+        if gain >= best_gain:
+            best, best_gain = k, gain
+    return best

@@ -12,15 +12,19 @@ import torch
 from draft_svc.methods.base import AnyMethod
 from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.draft_model import DraftModelMethod
+from draft_svc.methods.dspark import DSparkMethod
 from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
 from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
 from engine.device import resolve_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError, SettingRefused
+from engine.linear import int8_is_fast
 from engine.loading import load_engine
 from engine.models.config import from_hf
-from engine.models.dflash import DFlashOptions, choose_attention, load_dflash
+from engine.models.dflash import DFlashOptions, LoadedDraft, choose_attention, load_dflash
 from engine.models.dflash_config import parse_dflash
+from engine.models.dspark import load_dspark
+from engine.models.dspark_config import parse_dspark
 from engine.tokenizer import token_table
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError
@@ -30,11 +34,11 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-METHODS = ("ngram", "hybrid", "draft_model", "dflash")
+METHODS = ("ngram", "hybrid", "draft_model", "dflash", "dspark")
 # What is hosted when nothing is asked for; the last one is the default.
-DEFAULT_METHODS = ("ngram", "hybrid", "dflash")
-NEURAL = ("dflash", "draft_model")
-DEFAULT_DRAFT = Path(__file__).parent / "checkpoints" / "smollm2-135m-dflash"
+DEFAULT_METHODS = ("ngram", "hybrid", "dspark", "dflash")
+_SHIPPED = Path(__file__).parent / "checkpoints"
+DEFAULT_DRAFT, DEFAULT_DSPARK = _SHIPPED / "smollm2-135m-dflash", _SHIPPED / "smollm2-135m-dspark"
 
 
 def load_methods(settings: DraftSettings, progress: Progress) -> dict[str, AnyMethod]:
@@ -103,19 +107,22 @@ def _tokenizer_of_pair(document: bytes, tokens: dict[int, str], target: str) -> 
 
 
 def _dflash(settings: DraftSettings) -> AnyMethod:
-    resolve_device(settings.device)
-    checkpoint = _checkpoint(settings.draft)
-    options = DFlashOptions(
-        page_tokens=settings.page_tokens,
-        kv_dtype=settings.kv_dtype,
-        weight_dtype=weight_dtype(settings.dtype),
-        kernels=settings.kernels,
-        attention_backend=settings.attention_backend,
-        cuda_graph_mode=settings.cuda_graph_mode,
-    )
-    options = replace(options, page_count=_page_count(settings, checkpoint, options))
-    return DFlashMethod(
-        load_dflash(checkpoint, settings.target, options),
+    path = _checkpoint("draft", settings.draft, DEFAULT_DRAFT)
+    options = _options(settings, path, "dflash")
+    return _block_drafter(DFlashMethod, load_dflash(path, settings.target, options), settings)
+
+
+def _dspark(settings: DraftSettings) -> AnyMethod:
+    path = _checkpoint("dspark", settings.dspark, DEFAULT_DSPARK)
+    options = _options(settings, path, "dspark")
+    return _block_drafter(DSparkMethod, load_dspark(path, settings.target, options), settings)
+
+
+def _block_drafter(
+    method: type[DFlashMethod], loaded: LoadedDraft, settings: DraftSettings
+) -> AnyMethod:
+    return method(
+        loaded,
         max_draft_tokens=settings.max_draft_tokens,
         max_length=settings.max_length,
         tokenizer_hash=tokenizer_hash(tokenizer_document(settings.target)),
@@ -123,20 +130,45 @@ def _dflash(settings: DraftSettings) -> AnyMethod:
     )
 
 
-def _checkpoint(reference: str) -> Path:
-    path = DEFAULT_DRAFT if reference == "default" else Path(reference).expanduser()
+def _checkpoint(field: str, reference: str, shipped: Path) -> Path:
+    path = shipped if reference == "default" else Path(reference).expanduser()
     if not path.is_dir():
         accepted = 'a checkpoint directory, or "default"'
-        raise SpecwireError.field("draft", path.name, accepted, Reason.CHECKPOINT_INVALID)
+        raise SpecwireError.field(field, path.name, accepted, Reason.CHECKPOINT_INVALID)
     return path
 
 
-def _page_count(settings: DraftSettings, checkpoint: Path, options: DFlashOptions) -> int:
+def _options(settings: DraftSettings, checkpoint: Path, method: str) -> DFlashOptions:
+    resolve_device(settings.device)
+    options = DFlashOptions(
+        page_tokens=settings.page_tokens,
+        kv_dtype=settings.kv_dtype,
+        weight_dtype=weight_dtype(settings.dtype),
+        kernels=settings.kernels,
+        attention_backend=settings.attention_backend,
+        cuda_graph_mode=settings.cuda_graph_mode,
+        int8_head=_int8_head(settings),
+    )
+    return replace(options, page_count=_page_count(settings, checkpoint, options, method))
+
+
+def _int8_head(settings: DraftSettings) -> bool:
+    """A proposal is a hint, and the head is most of its cost: int8 where that is faster."""
+    if settings.head_dtype == "auto":
+        return weight_dtype(settings.dtype) is torch.bfloat16 and int8_is_fast()
+    return settings.head_dtype == "int8"
+
+
+def _page_count(
+    settings: DraftSettings, checkpoint: Path, options: DFlashOptions, method: str
+) -> int:
     if settings.kv_pages is not None:
         return settings.kv_pages
     target = from_hf(read_json(resolve_model(settings.target).directory / "config.json"))
-    config = parse_dflash(read_json(checkpoint / "config.json"), target)
-    geometry = choose_attention(config, options).geometry
+    config = read_json(checkpoint / "config.json")
+    dspark = method == "dspark"
+    body = parse_dspark(config, target).body if dspark else parse_dflash(config, target)
+    geometry = choose_attention(body, options, method).geometry
     count = settings.kv_memory_mb * 2**20 // (geometry.bytes_per_token * geometry.page_tokens)
     if count == 0:
         accepted = "enough for one page"
@@ -149,4 +181,5 @@ _BUILDERS: dict[str, Callable[[DraftSettings], AnyMethod]] = {
     "ngram": _lookup,
     "draft_model": _draft_model,
     "dflash": _dflash,
+    "dspark": _dspark,
 }

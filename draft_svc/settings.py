@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -29,18 +29,24 @@ class DraftSettings(EngineSettings, ServiceSettings):
     )
     default_method: str = Field("", description="drafter of sessions that name none; empty: last")
     draft: str = Field("default", description="DFlash checkpoint: a directory, or `default`")
+    dspark: str = Field("default", description="DSpark checkpoint: a directory, or `default`")
     draft_model: str = Field(
         "",
         description="model of draft_model, with the target's tokenizer: a directory, a .gguf file, "
         "or `default`",
     )
-    hybrid_neural: Literal["dflash", "draft_model"] = Field(
+    hybrid_neural: Literal["dflash", "dspark", "draft_model"] = Field(
         "dflash", description="what hybrid chooses from beside the n-gram lookup"
     )
     target: str = Field(
         "default",
-        description="the target's checkpoint, or `default`: embedding and head of dflash, "
-        "tokenizer of draft_model",
+        description="the target's checkpoint, or `default`: embedding and head of dflash and "
+        "dspark, tokenizer of draft_model",
+    )
+    head_dtype: Literal["auto", "int8", "model"] = Field(
+        "auto",
+        description="vocabulary head of dflash and dspark: int8, or as the model has it; auto: "
+        "int8 where the CPU has int8 dot products",
     )
     max_draft_tokens: int = Field(7, ge=1, le=64, description="most tokens of one proposal")
     kv_memory_mb: int = Field(128, ge=1, description="memory of one drafter's KV cache in MiB")
@@ -48,7 +54,9 @@ class DraftSettings(EngineSettings, ServiceSettings):
         128, ge=1, description="tokens of one forward of draft_model that catches up"
     )
     confidences: bool = Field(
-        False, description="send the draft's own probability of each token; takes time in dflash"
+        False,
+        description="send the draft's own probability of each token, which takes time in dflash; "
+        "what a confidence head says is sent in any case",
     )
     ngram_min: int = Field(2, ge=1, le=32, description="shortest n-gram that is looked up")
     ngram_max: int = Field(4, ge=1, le=32, description="longest n-gram that is looked up")
@@ -81,6 +89,16 @@ class DraftSettings(EngineSettings, ServiceSettings):
         if unknown:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(METHODS)}")
         return tuple(dict.fromkeys(names))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _methods_that_fit(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The shipped drafts are for the default target: another one needs drafts of its own, and
+        hosts what it names one for."""
+        if given.get("target", "default") == "default" or "dspark" in given:
+            return given
+        fitting = tuple(name for name in DEFAULT_METHODS if name != "dspark")
+        return {"methods": fitting} | given
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -66,7 +66,7 @@ class DFlashMethod(Method[DFlashContext]):
         self._info = MethodInfo(
             method=self.name,
             name=loaded.name,
-            max_draft_tokens=min(max_draft_tokens, config.max_draft_tokens),
+            max_draft_tokens=min(max_draft_tokens, loaded.model.max_draft_tokens),
             max_length_tokens=self._max_length,
             fingerprint=loaded.fingerprint,
             rows=RowNeeds(tap_ids=config.tap_ids, width=config.row_width),
@@ -202,10 +202,8 @@ class DFlashMethod(Method[DFlashContext]):
         return ""
 
     def _run(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
-        contexts = [request.context for request in requests]
-        blocks = [Block(c.table, c.ids[-1], len(c.ids) - 1, c.origin) for c in contexts]
         widest = max(request.k for request in requests)
-        logits = self._model.propose_logits(blocks, widest)
+        logits = self._model.propose_logits(blocks_of(requests), widest)
         asked = torch.cat([logits[i, : request.k] for i, request in enumerate(requests)])
         draws = [
             Draw(request.context.sampling, len(request.context.ids) - 1 + slot)
@@ -213,7 +211,7 @@ class DFlashMethod(Method[DFlashContext]):
             for slot in range(1, request.k + 1)
         ]
         tokens, _ = draw(asked, draws, False, ops.gumbel_argmax)
-        confidences = _probabilities(asked, draws, tokens) if self._confidences else []
+        confidences = probabilities(asked, draws, tokens) if self._confidences else []
         drafts, first = [], 0
         for request in requests:
             last = first + request.k
@@ -251,7 +249,12 @@ class DFlashMethod(Method[DFlashContext]):
         return contexts
 
 
-def _probabilities(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[float]:
+def blocks_of(requests: Sequence[Request[DFlashContext]]) -> list[Block]:
+    contexts = [request.context for request in requests]
+    return [Block(c.table, c.ids[-1], len(c.ids) - 1, c.origin) for c in contexts]
+
+
+def probabilities(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[float]:
     """The draft's own probability of each token at its temperature, filters left out."""
     scale = torch.tensor([1 / (d.sampling.temperature or 1.0) for d in draws])
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]

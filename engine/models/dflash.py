@@ -24,7 +24,7 @@ from engine.device import kv_dtype, use_native
 from engine.errors import CheckpointError
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool, PageTable
-from engine.linear import Linear, pack_linear
+from engine.linear import Int8Linear, Linear, pack_linear
 from engine.models.config import ModelConfig, from_hf
 from engine.models.dflash_config import DFlashConfig, parse_dflash
 from engine.models.layers import NATIVE, TORCH, head_norm
@@ -34,7 +34,9 @@ from engine.weights import Weights, fingerprint, read_json
 
 @dataclass(frozen=True, slots=True)
 class DFlashOptions:
-    """How to run a draft. `head_rows` drafts with the first rows of the head only (0: all)."""
+    """How to run a draft. `head_rows` drafts with the first rows of the head only (0: all);
+    `int8_head` quantises them.
+    """
 
     page_count: int = 2048
     page_tokens: int = 16
@@ -44,6 +46,7 @@ class DFlashOptions:
     attention_backend: str | None = None
     cuda_graph_mode: str = "auto"
     head_rows: int = 0
+    int8_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,9 @@ class _Layer:
     down: Linear
 
 
-def choose_attention(config: DFlashConfig, options: DFlashOptions) -> Resolution:
+def choose_attention(
+    config: DFlashConfig, options: DFlashOptions, method: str = "dflash"
+) -> Resolution:
     """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused."""
     return resolve_attention(
         AttentionOptions(
@@ -97,7 +102,7 @@ def choose_attention(config: DFlashConfig, options: DFlashOptions) -> Resolution
         modes=config.modes,
         native=use_native(options.kernels),
         role="draft",
-        method="dflash",
+        method=method,
         query_tokens=config.block_size,
     )
 
@@ -131,8 +136,8 @@ class DFlashModel:
         self.cache = KVCache(geometry, options.page_count)
         self._backend, self.attention = make_backend(attention, self.cache), attention.report()
         self._embedding = embedding
-        rows = options.head_rows or head.shape[0]
-        self._head = pack_linear(head[:rows], self._mode)
+        head = head[: options.head_rows or head.shape[0]]
+        self._head = Int8Linear(head) if options.int8_head else pack_linear(head, self._mode)
         self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_positions)
         d = config.hidden_size
         self._fc = pack_linear(draft.take("fc.weight", d, config.row_width), self._mode)
@@ -145,6 +150,11 @@ class DFlashModel:
         draft.finish()
         # One product gives the context keys and values of every layer.
         self._context_kv = pack_linear(torch.cat(context), self._mode)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """What one block proposes."""
+        return self.config.block_size - self.first_slot
 
     def _take_layer(self, draft: Weights, index: int) -> Tensor:
         """Reads layer `index`; returns its key and value weights."""

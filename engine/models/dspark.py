@@ -83,30 +83,27 @@ class DSparkModel(DFlashModel):
     ) -> Proposals:
         """The first `count` proposals (default: all) of every block; `draw` chooses each slot's
         tokens, slot by slot, since the next slot depends on them. Raises OutOfPages."""
-        count = self.dspark.max_draft_tokens if count is None else count
+        count = self.max_draft_tokens if count is None else count
         states = self.states(blocks, count)
         base = self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
         previous = torch.tensor([block.anchor for block in blocks])
-        tokens, logits, confidence = [], [], []
+        before, tokens, logits = [], [], []
         for slot in range(count):
-            rows = self._w1[previous].float()
-            corrected = base[:, slot] + self._w2(rows)
-            if self._confidence is not None:
-                confidence.append(self._accepted(states[:, slot], rows))
+            before.append(self._w1[previous].float())
+            corrected = base[:, slot] + self._w2(before[-1])
             previous = draw(slot, corrected)
             tokens.append(previous)
             logits.append(corrected)
-        return Proposals(
-            torch.stack(tokens, 1),
-            torch.stack(logits, 1),
-            torch.stack(confidence, 1) if confidence else None,
-        )
+        confidence = self._accepted(states, torch.stack(before, 1))
+        return Proposals(torch.stack(tokens, 1), torch.stack(logits, 1), confidence)
 
-    def _accepted(self, states: Tensor, rows: Tensor) -> Tensor:
-        assert self._confidence is not None
+    def _accepted(self, states: Tensor, rows: Tensor) -> Tensor | None:
+        """What the confidence head says, from states and the Markov rows of the tokens before."""
+        if self._confidence is None:
+            return None
         with_markov = self.dspark.confidence_with_markov
         features = torch.cat((states, rows), -1) if with_markov else states
-        return F.linear(features, *self._confidence)[:, 0].sigmoid()
+        return F.linear(features, *self._confidence)[..., 0].sigmoid()
 
 
 def load_dspark(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:
@@ -118,7 +115,7 @@ def load_dspark(checkpoint: Path, target: str, options: DFlashOptions | None = N
     config = parse_dspark(read_json(checkpoint / "config.json"), target_config)
     if (checkpoint / "mask_embedding.pt").exists():
         raise CheckpointError("a mask vector of its own (mask_embedding.pt) is not supported")
-    attention = choose_attention(config.body, options)
+    attention = choose_attention(config.body, options, "dspark")
     embedding, head = target_tables(source.directory, target_config, options)
     draft = Weights(checkpoint, options.weight_dtype)
     model = DSparkModel(config, draft, embedding, head, options, attention)

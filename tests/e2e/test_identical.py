@@ -65,13 +65,13 @@ def assert_speculated(found: Sequence[Generation]) -> None:
 @pytest.mark.parametrize(
     ("method", "k"),
     [
-        ("ngram", 1),
         ("ngram", 7),
         ("dflash", 1),
         ("dflash", 3),
-        ("dflash", 7),
+        ("dspark", 7),
         # As a request gets it that says nothing: K is chosen for each round.
         ("hybrid", None),
+        ("dspark", None),
     ],
 )
 async def test_the_drafter_never_changes_a_token(
@@ -82,6 +82,7 @@ async def test_the_drafter_never_changes_a_token(
     k: int | None,
     temperature: float,
 ) -> None:
+    """K is fixed, or chosen round by round."""
     expected = await plain_ids(deployment, prompts, temperature, known)
     found = await generate_all(deployment.address, prompts, temperature, method, k)
     assert [generation.token_ids for generation in found] == expected

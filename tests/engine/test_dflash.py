@@ -121,16 +121,15 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
-def reference_block(
+def reference_states(
     state: dict[str, Tensor],
     modes: list[LayerMode],
     embedding: Tensor,
-    head: Tensor,
     taps: Tensor,
     anchor: int,
     stretch: float = 1.0,
 ) -> Tensor:
-    """Logits [BLOCK, vocabulary] of one block whose context is every row of `taps`, in fp64;
+    """Final states [BLOCK, HIDDEN] of one block whose context is every row of `taps`, in fp64;
     linear scaling divides positions by `stretch`.
     """
     w = {name: tensor.double() for name, tensor in state.items()}
@@ -166,7 +165,20 @@ def reference_block(
         gate = u @ layer["mlp.gate_proj.weight"].T
         up = u @ layer["mlp.up_proj.weight"].T
         h = h + (gate * gate.sigmoid() * up) @ layer["mlp.down_proj.weight"].T
-    return norm(h, w["norm.weight"]) @ head.double().T
+    return norm(h, w["norm.weight"])
+
+
+def reference_block(
+    state: dict[str, Tensor],
+    modes: list[LayerMode],
+    embedding: Tensor,
+    head: Tensor,
+    taps: Tensor,
+    anchor: int,
+    stretch: float = 1.0,
+) -> Tensor:
+    """Logits [BLOCK, vocabulary]."""
+    return reference_states(state, modes, embedding, taps, anchor, stretch) @ head.double().T
 
 
 def rows(count: int, seed: int = 0) -> Tensor:

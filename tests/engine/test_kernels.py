@@ -13,7 +13,7 @@ import torch
 
 from engine.kernels.cpu import ops
 from engine.kernels.cpu.reference import rotate_ref
-from engine.linear import Mode, NativeLinear, pack_linear
+from engine.linear import Int8Linear, Mode, NativeLinear, pack_linear
 from engine.noise import gumbel, philox
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -78,6 +78,22 @@ def test_results_do_not_depend_on_threads() -> None:
         assert torch.equal(linear(x), one)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 7, 28])
+def test_int8_is_the_product_of_what_was_rounded(rows: int, dtype: torch.dtype) -> None:
+    """Whole numbers times two scales, exactly; and near the product of what was not rounded."""
+    weight, x = torch.randn(210, 96).to(dtype), torch.randn(rows, 96) * torch.rand(rows, 1) * 9
+    weight[7], x[0, 5] = 0.0, 40.0  # a column without a scale; a row with an outlier
+    columns, largest = weight.double().abs().amax(1) / 127, x.double().abs().amax(1, True) / 127
+    w = (weight.double() / columns.clamp(min=1e-20)[:, None]).round()
+    exact = (x.double() / largest).round() @ w.T * largest * columns
+    y = Int8Linear(weight)(x).double()
+    wanted = x.double() @ weight.double().T
+    # Where fp32 rounds another way than fp64, one whole number differs by one.
+    torch.testing.assert_close(y, exact, atol=0.02 * float(wanted.std()), rtol=1e-3)
+    assert float((y - wanted).std()) < 0.03 * float(wanted.std())
 
 
 def test_linear_refuses_other_weights() -> None:

@@ -275,3 +275,37 @@ async def test_rows_travel_to_a_drafter_that_needs_them() -> None:
         sent = sum(draft.row_bytes.values())
         assert sent >= rows * 2 * HIDDEN * 2
         assert rows == len(PROMPT) + sum(len(item.tokens) for item in draft.advances) - 1
+
+
+def sure_of_its_first_tokens(
+    draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]
+) -> list[Reply]:
+    """Right for a while, then wrong, and it knows; sometimes what it says makes no sense."""
+    tokens, turn = continuation(ids, item.k, draft.seed), len(draft.advances)
+    right = turn % 8
+    wrong = [(token + 1) % VOCAB for token in tokens[right:]]
+    said = [0.97] * min(right, len(tokens)) + [0.02] * len(wrong)
+    if turn % 19 == 0:
+        said = [float("nan"), -4.0, 1e30, float("inf"), 0.0, 1.0, 0.5][: item.k]
+    elif turn % 11 == 0:
+        said = said[1:]
+    return [proposal(item, len(ids), tokens[:right] + wrong, confidences=said)]
+
+
+@pytest.mark.parametrize("seed", [0, 11])
+async def test_a_proposal_cut_by_confidence_changes_no_token(seed: int) -> None:
+    """Where rows are dear, what the drafter is unsure of is not verified; the text is the same."""
+    draft = ScriptedDraft(sure_of_its_first_tokens)
+    draft.seed = seed
+    options = {"seed": seed, "temperature": 0.8 if seed else 0.0, "max_tokens": 150}
+    async with world(draft, engine={"step_s": 0.02, "row_s": 0.002}) as made:
+        result = await made.generate(**options)
+        assert list(result.token_ids) == continuation(PROMPT, 150, seed=seed)
+        asked = sum(advance.k for advance in draft.advances)
+        assert "late" not in result.acceptance.fallbacks
+        assert 0 < result.acceptance.draft_tokens < asked, "nothing was cut"
+        fixed = await made.generate(**options, num_speculative_tokens=3)
+        assert fixed.token_ids == result.token_ids
+        # A number that is asked for is not cut: at most the end is in the way.
+        assert fixed.acceptance.draft_tokens >= 3 * (fixed.acceptance.rounds - 2)
+        await made.until_idle()

@@ -65,6 +65,7 @@ class ToyEngine:
         max_length: int = 512,
         step_s: float = 0.0,
         item_s: float = 0.0,
+        row_s: float = 0.0,
         rows_independent: bool = True,
         block: int = 8,
         chunk: int = 32,
@@ -83,7 +84,7 @@ class ToyEngine:
             page_tokens,
         )
         self.rows_independent = rows_independent
-        self.item_s = item_s
+        self.item_s, self.row_s = item_s, row_s
         self.step_s, self.block, self.chunk = step_s, block, chunk
         self.gate = threading.Event()
         self.gate.set()
@@ -114,7 +115,8 @@ class ToyEngine:
     def step(self, items: Sequence[Item]) -> list[ItemResult]:
         self.entered.set()
         self.gate.wait()
-        if pause := self.step_s + self.item_s * len(items):
+        rows = sum(len(item.ids) for item in items)
+        if pause := self.step_s + self.item_s * len(items) + self.row_s * rows:
             time.sleep(pause)
         if self.fail_steps:
             self.fail_steps -= 1

@@ -11,8 +11,19 @@ from target_svc.settings import TargetSettings
 
 def test_defaults_host_every_method_and_the_last_is_the_default() -> None:
     settings = DraftSettings.load([])
-    assert settings.methods == ("ngram", "hybrid", "dflash") and settings.chosen_default == "dflash"
+    assert settings.methods == ("ngram", "hybrid", "dspark", "dflash")
+    assert (settings.chosen_default, settings.hybrid_neural) == ("dflash", "dflash")
     assert settings.limits().rows_buffer_bytes == 64 * 1024 * 1024
+
+
+def test_another_target_hosts_what_it_names_drafts_for() -> None:
+    """The shipped drafts are for the default target."""
+    other = DraftSettings.load(["--target", "other", "--draft", "folder"])
+    assert other.methods == ("ngram", "hybrid", "dflash")
+    both = DraftSettings.load(["--target", "other", "--draft", "folder", "--dspark", "spark"])
+    assert set(both.methods) == {"ngram", "hybrid", "dspark", "dflash"}
+    asked = DraftSettings.load(["--target", "other", "--methods", "ngram,dspark"])
+    assert asked.methods == ("ngram", "dspark")
 
 
 def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

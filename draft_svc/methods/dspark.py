@@ -1,0 +1,83 @@
+"""DSpark: a DFlash block whose tokens are drawn from left to right, each corrected by the one
+before it.
+
+Context, pages and the forward are those of DFlash. The walk is made for all sessions together, slot
+by slot, with the target's noise at the index of the token being drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draft_svc.methods.base import Draft, Request
+from draft_svc.methods.dflash import DFlashMethod, blocks_of, probabilities
+from draft_svc.methods.dflash_context import DFlashContext
+from engine.kernels.cpu import ops
+from engine.models.dflash import LoadedDraft
+from engine.models.dspark import DSparkModel, Proposals
+from engine.sampling import Draw, draw
+
+
+class DSparkMethod(DFlashMethod):
+    """A loaded DSpark draft. `confidences` asks for the draft's own probabilities where the
+    checkpoint has no confidence head; what the head says costs nothing and is always sent.
+    """
+
+    name = "dspark"
+
+    def __init__(
+        self,
+        loaded: LoadedDraft,
+        *,
+        max_draft_tokens: int,
+        max_length: int | None,
+        tokenizer_hash: str,
+        confidences: bool = True,
+    ) -> None:
+        super().__init__(
+            loaded,
+            max_draft_tokens=max_draft_tokens,
+            max_length=max_length,
+            tokenizer_hash=tokenizer_hash,
+            confidences=confidences,
+        )
+        assert isinstance(loaded.model, DSparkModel)
+        self._dspark, config = loaded.model, loaded.model.dspark
+        self._info = replace(
+            self._info,
+            name=f"{loaded.name} (vanilla Markov head, rank {config.markov_rank})",
+            slot_mode="next_token" if config.next_token else "fill_in",
+        )
+
+    def _run(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
+        drawn: list[list[Draw]] = []
+
+        def draw_slot(slot: int, logits: Tensor) -> Tensor:
+            drawn.append([Draw(r.context.sampling, len(r.context.ids) + slot) for r in requests])
+            return torch.tensor(draw(logits, drawn[-1], False, ops.gumbel_argmax)[0])
+
+        widest = max(request.k for request in requests)
+        found = self._dspark.propose(blocks_of(requests), draw_slot, widest)
+        tokens, confidences = found.tokens.tolist(), self._sure(found, drawn)
+        return [
+            Draft(tuple(ids[: request.k]), tuple(sure[: request.k]))
+            for request, ids, sure in zip(requests, tokens, confidences, strict=True)
+        ]
+
+    def _sure(self, found: Proposals, drawn: Sequence[Sequence[Draw]]) -> list[list[float]]:
+        """One list for each block; empty lists where nothing is to be said."""
+        if found.confidence is not None:
+            said: list[list[float]] = found.confidence.tolist()
+            return said
+        if not self._confidences:
+            return [[] for _ in found.tokens]
+        return [
+            probabilities(logits, [slot[row] for slot in drawn], tokens)
+            for row, (logits, tokens) in enumerate(
+                zip(found.logits, found.tokens.tolist(), strict=True)
+            )
+        ]
