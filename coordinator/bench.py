@@ -224,7 +224,10 @@ def bench(
     """
     chosen = parse_modes(modes, exactness)
     loaded = load_prompts(prompts, limit)
+    if json_file is not None:
+        report_of.require_writable("--json", json_file)
     if plot is not None:
+        report_of.require_writable("--plot", plot)
         report_of.require_matplotlib()
     options = BenchOptions(max_tokens, temperature, seed, exactness, num_speculative_tokens)
     with opt.coordinator_address(address) as found:

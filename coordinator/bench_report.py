@@ -44,6 +44,13 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def require_writable(flag: str, path: Path) -> None:
+    """Refuses, before minutes of measuring, a file that could not be written after them."""
+    where = path if path.exists() else path.parent
+    if path.is_dir() or not where.exists() or not os.access(where, os.W_OK):
+        raise SpecwireError.field(flag, str(path), "a file in a directory that can be written to")
+
+
 def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

@@ -59,35 +59,39 @@ def up(
         terminated_cleanly(),
         LocalDeployment(options, say) as deployment,
         _stopped_by_signals(stop),
-        _published(deployment.address),
+        _published(deployment.address) as found_by_itself,
     ):
         print(f"serving at {deployment.address}", flush=True)
-        say(_how_to_use(deployment.address))
+        say(_how_to_use(deployment.address, found_by_itself))
         while not stop.wait(WATCH_S):
             deployment.check()
         say("stopping")
 
 
-def _how_to_use(address: str) -> str:
+def _how_to_use(address: str, found_by_itself: bool) -> str:
+    flag = "" if found_by_itself else f" --address {address}"
     return (
-        f"  specwire chat\n  specwire generate --max-tokens 32 'The harbour at dawn'\n"
+        f"  specwire chat{flag}\n"
+        f"  specwire generate{flag} --max-tokens 32 'The harbour at dawn'\n"
         f"  from specwire.client import Client; Client({address!r})\nCtrl-C stops."
     )
 
 
 @contextmanager
-def _published(address: str) -> Iterator[None]:
-    """Tells the other commands, unless another deployment did before."""
+def _published(address: str) -> Iterator[bool]:
+    """Tells the other commands, unless another deployment did before; yields whether it did."""
     if runtime_file.running_address() is not None:
         say("another deployment is the default already: use --address or SPECWIRE_ADDRESS")
-        yield
+        yield False
         return
+    found_by_itself = True
     try:
         runtime_file.publish(address)
     except OSError as error:
+        found_by_itself = False
         say(f"other commands need --address: {error.strerror or error}")
     try:
-        yield
+        yield found_by_itself
     finally:
         runtime_file.withdraw()
 

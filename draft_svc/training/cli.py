@@ -309,7 +309,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 _EXAMPLES = """Examples:
-  specwire train-draft toy
+  specwire train-draft toy --out toy
   specwire train-draft generate --target DIR --out data --minutes 8
   specwire train-draft train --target DIR --data data --out run --draft dspark,rank=64
   specwire train-draft evaluate --target DIR --draft run/dspark --prompts prompts.jsonl

@@ -172,7 +172,19 @@ def _assign(message: Any, name: str, options: GenerateOptions) -> None:
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
-        raise SpecwireError.field(name, value, str(error)) from None
+        accepted = str(error)
+        if isinstance(value, int) and isinstance(error, ValueError):
+            accepted = _int_range(message, name)
+        raise SpecwireError.field(name, value, accepted) from None
+
+
+def _int_range(message: Any, name: str) -> str:
+    """What the wire's integer field can hold."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    bits = 32 if field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32) else 64
+    if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64):
+        return f"0 to {2**bits - 1}"
+    return f"{-(2 ** (bits - 1))} to {2 ** (bits - 1) - 1}"
 
 
 def _extend(target: Any, name: str, values: Iterable[Any], accepted: str) -> None:

@@ -93,6 +93,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(cls: type[ServiceSettings]) -> argparse.ArgumentParser:
     prefix = cls.model_config.get("env_prefix", "")
     parser = _Parser(
+        prog=f"python -m {cls.__module__.partition('.')[0]}",
         description=(cls.__doc__ or "").strip() or None,
         epilog=f"Each flag is also read from the environment ({prefix}NAME) and from the file.",
         argument_default=argparse.SUPPRESS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import local, runtime_file, talk
+from coordinator import local, runtime_file, talk, up
 from coordinator.cli import main
 from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
 from coordinator.talk import shower
@@ -276,3 +276,39 @@ def gone_within(pid: int, seconds: float) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_deployment_beside_another_says_how_to_reach_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with up._published("unix:/first") as by_itself:
+        assert by_itself
+        assert "--address" not in up._how_to_use("unix:/first", by_itself)
+        with up._published("unix:/second") as second_by_itself:
+            assert not second_by_itself
+            hints = up._how_to_use("unix:/second", second_by_itself)
+            assert "specwire chat --address unix:/second\n" in hints
+        assert runtime_file.running_address() == "unix:/first"
+    assert "another deployment" in capsys.readouterr().err
+
+
+def test_bench_refuses_a_report_it_could_not_write_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    for flag, file in (("--json", tmp_path / "none" / "out.json"), ("--plot", tmp_path)):
+        arguments = ("bench", "--prompts", str(prompts), flag, str(file), "--address", "unix:/x")
+        assert call(monkeypatch, *arguments) == 2
+        assert f"{flag} is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "accepted"),
+    [({"seed": -1}, "0 to 18446744073709551615"), ({"max_tokens": 2**40}, "0 to 4294967295")],
+)
+def test_an_integer_that_does_not_fit_is_told_its_range(
+    options: dict[str, Any], accepted: str
+) -> None:
+    with pytest.raises(SpecwireError, match=accepted):
+        build_request({"prompt": "x", **options})
