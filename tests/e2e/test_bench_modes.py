@@ -68,4 +68,5 @@ async def test_every_drafter_over_the_turns_of_a_chat(
         assert set(entry["by_category"]) == {"turn 1", "turn 2", "turn 3"}
     assert report["modes"]["plain"]["tau"] == 1.0
     for label in ("draft", "draft_model"):
-        assert report["modes"][label]["tau"] > 1.5
+        # A draft as dear as its target need not pay, so K may well be 0 in most rounds.
+        assert report["modes"][label]["tau"] > 1.0
