@@ -18,6 +18,8 @@ MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 MAX_PRIORITY = 1000
+# Above, a text is worth a thread: 4 MiB of it take seconds to tokenise.
+LONG_TEXT_CHARS = 16_384
 # Prompt tokens times (1 + alternatives) of `prompt_logprobs`: about 3 MB with the tokens' texts.
 MAX_PROMPT_SCORES = 100_000
 _EXACTNESS = {
@@ -32,7 +34,9 @@ def check(
     text: TextModel,
     deadline: float | None,
     traceparent: str = "",
+    prompt: list[int] | None = None,
 ) -> SessionSpec:
+    """`prompt`: what `prompt_ids` made of this request before."""
     assert fleet.target.info is not None
     model = fleet.target.info.model
     if request.model and request.model != model.name:
@@ -42,7 +46,7 @@ def check(
         accepted = "absent: structured output is not built"
         raise SpecwireError.field("structured_output", kind, accepted, Reason.UNSUPPORTED)
     n = _n(request)
-    prompt = _prompt(request, text, model)
+    prompt = prompt_ids(request, text, model) if prompt is None else prompt
     choice, k, adaptive = _speculation(request, fleet)
     answer = _answer(request, fleet, text, model, len(prompt))
     return SessionSpec(tuple(prompt), answer, choice, k, deadline, n, traceparent, adaptive)
@@ -84,9 +88,16 @@ def _answer(
     )
 
 
-def _prompt(
+def is_long(request: generate_pb2.GenerateRequest) -> bool:
+    """Whether `prompt_ids` of this request takes longer than others should wait."""
+    chat = sum(len(message.content) + 1 for message in request.chat.messages)
+    return len(request.prompt) + chat > LONG_TEXT_CHARS
+
+
+def prompt_ids(
     request: generate_pb2.GenerateRequest, text: TextModel, model: common_pb2.ModelInfo
 ) -> list[int]:
+    """The prompt's tokens, checked. May run on any thread."""
     kind = request.WhichOneof("input")
     if kind == "prompt":
         ids = text.encode(request.prompt, add_special_tokens=True) if request.prompt else []

@@ -1,0 +1,119 @@
+"""Requests and items that are well formed, yet cost far more or reach further than their sender's
+own session.
+
+Family: one sender against all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from coordinator.text import TextModel
+from coordinator.validation import LONG_TEXT_CHARS
+from specwire.errors import Reason, SpecwireError
+from tests.service.coordinator_harness import PROMPT, world
+from tests.service.target_harness import key, open_target, target, verify
+from tests.service.toy_engine import continuation
+from tests.unit.test_text import document_of
+
+LAST_STEP = 2**32 - 1
+
+
+async def test_a_free_run_behind_the_last_step_id() -> None:
+    """Steps of a free run are numbered on: past the last number the target must not fall over."""
+    async with target() as made:
+        peer = made.peer()
+        await peer.send(open_target([5, 6, 7, 8]), open_target([5, 6, 7, 8], at=key(2)))
+        await peer.verdict()
+        await peer.verdict()
+        await peer.send(verify(LAST_STEP - 1, 5, free_run=5))
+        steps = [(await peer.verdict()).step_id for _ in range(2)]
+        assert steps == [LAST_STEP - 1, LAST_STEP]
+        assert await peer.heartbeat(key(), key(2)) == []
+        await peer.send(verify(1, 5, at=key(2)))
+        assert list((await peer.verdict()).tokens) == [continuation([5, 6, 7, 8], 2)[1]]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+async def test_a_long_text_keeps_nobody_waiting(kind: str, monkeypatch: Any) -> None:
+    """Seconds of tokenising must not stop the streams and heartbeats of others."""
+    begun, go_on, encode = threading.Event(), threading.Event(), TextModel.encode
+
+    def slow(self: TextModel, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG_TEXT_CHARS:
+            begun.set()
+            assert go_on.wait(10), "nobody else was served meanwhile"
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    def render(self: TextModel, messages: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
+    monkeypatch.setattr(TextModel, "encode", slow)
+    monkeypatch.setattr(TextModel, "render_chat", render)
+    text = "w5 " * LONG_TEXT_CHARS
+    given = (
+        {"prompt": text} if kind == "prompt" else {"messages": [{"role": "user", "content": text}]}
+    )
+    async with world() as made:
+        long = asyncio.create_task(made.generate(**given, max_tokens=2))
+        await asyncio.to_thread(begun.wait, 10)
+        beside = await made.generate()
+        assert list(beside.token_ids) == continuation(PROMPT, 40)
+        assert not long.done()
+        go_on.set()
+        # One word that the toy's vocabulary does not have.
+        assert list((await long).token_ids) == continuation([0], 2)
+        await made.until_idle()
+
+
+async def test_long_texts_wait_for_each_other_and_may_be_given_up(monkeypatch: Any) -> None:
+    begun, go_on, encode, running = threading.Event(), threading.Event(), TextModel.encode, [0, 0]
+
+    def slow(self: TextModel, text: str, *, add_special_tokens: bool) -> list[int]:
+        running[0] += 1
+        running[1] = max(running)
+        begun.set()
+        go_on.wait(10)
+        running[0] -= 1
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(TextModel, "encode", slow)
+    async with world() as made:
+        text = "w5 " * LONG_TEXT_CHARS
+        tasks = [asyncio.create_task(made.generate(prompt=text, max_tokens=2)) for _ in range(3)]
+        await asyncio.to_thread(begun.wait, 10)
+        tasks[0].cancel()
+        with pytest.raises(SpecwireError) as caught:
+            await made.generate(prompt=text, max_tokens=2, timeout_s=0.2)
+        assert caught.value.reason is Reason.DEADLINE
+        go_on.set()
+        results = await asyncio.gather(*tasks[1:])
+        assert [list(r.token_ids) for r in results] == [continuation([0], 2)] * 2
+        assert running == [0, 1]
+        await made.until_idle()
+
+
+def test_other_threads_run_while_a_text_is_tokenised() -> None:
+    """The tokenizer library holds the interpreter in some of its calls."""
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model = TextModel(document_of(tokenizer))
+    ended = threading.Event()
+
+    def work() -> None:
+        model.encode("some words " * 150_000, add_special_tokens=True)
+        ended.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    turns = 0
+    while not ended.wait(0.001):
+        turns += 1
+    worker.join()
+    assert turns > 20
