@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import count
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from coordinator.text import TextModel
 from coordinator.validation import LONG_TEXT_CHARS
 from specwire.errors import Reason, SpecwireError
-from tests.service.coordinator_harness import PROMPT, world
+from tests.service.coordinator_harness import PROMPT, ScriptedDraft, proposal, refusal, world
 from tests.service.target_harness import key, open_target, target, verify
 from tests.service.toy_engine import continuation
 from tests.unit.test_text import document_of
@@ -95,6 +97,38 @@ async def test_long_texts_wait_for_each_other_and_may_be_given_up(monkeypatch: A
         results = await asyncio.gather(*tasks[1:])
         assert [list(r.token_ids) for r in results] == [continuation([0], 2)] * 2
         assert running == [0, 1]
+        await made.until_idle()
+
+
+def names_reason(draft: ScriptedDraft, item: Any, ids: list[int], name: str) -> list[Any]:
+    return [proposal(item, len(ids), [], reason=name)]
+
+
+def names_source(draft: ScriptedDraft, item: Any, ids: list[int], name: str) -> list[Any]:
+    return [proposal(item, len(ids), continuation(ids, item.k), source=name)]
+
+
+def names_refusal(draft: ScriptedDraft, item: Any, ids: list[int], name: str) -> list[Any]:
+    return [refusal(item, name)]
+
+
+@pytest.mark.parametrize("lie", [names_reason, names_source, names_refusal])
+@pytest.mark.parametrize("size", [12, 5_000_000])
+async def test_a_draft_makes_up_names(lie: Any, size: int) -> None:
+    """They are keys of the client's answer and labels of the metrics: few, short, no text."""
+    names = (f"/etc/{i} \n".ljust(size, "x") if i % 2 else f"made_up_{i}" for i in count())
+    draft = ScriptedDraft(lambda *given: lie(*given, next(names)))
+    async with world(draft, num_speculative_tokens=1) as made:
+        for _ in range(2):
+            result = await made.generate(max_tokens=120)
+            assert list(result.token_ids) == continuation(PROMPT, 120)
+            record = result.acceptance
+            used = {*record.fallbacks, *record.accepted_by_source}
+            assert "other" in used and len(used) <= 40
+            assert all(len(name) <= 40 and name.isidentifier() for name in used), used
+        page = generate_latest(made.host.metrics.registry).decode()
+        assert 'fallbacks_total{cause="other"}' in page or lie is names_source
+        assert page.count("fallbacks_total{") <= 40 and "/etc" not in page
         await made.until_idle()
 
 
