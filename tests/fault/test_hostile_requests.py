@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from coordinator.text import TextModel
 from coordinator.validation import LONG_TEXT_CHARS
 from specwire.errors import Reason, SpecwireError
+from specwire.v1 import common_pb2
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, proposal, refusal, world
 from tests.service.target_harness import key, open_target, target, verify
 from tests.service.toy_engine import continuation
@@ -129,6 +130,24 @@ async def test_a_draft_makes_up_names(lie: Any, size: int) -> None:
         page = generate_latest(made.host.metrics.registry).decode()
         assert 'fallbacks_total{cause="other"}' in page or lie is names_source
         assert page.count("fallbacks_total{") <= 40 and "/etc" not in page
+        await made.until_idle()
+
+
+STRANGE_COSTS = {
+    "repeated": [(1, 1, 0, 5_000), (1, 1, 0, 9_000), (1, 1, 0, 2_000)],
+    "zero": [(0, 0, 0, 0)],
+    "huge": [(LAST_STEP, LAST_STEP, LAST_STEP, 2**64 - 1), (0, 0, 0, 2**64 - 1)],
+}
+
+
+@pytest.mark.parametrize("name", STRANGE_COSTS)
+async def test_a_draft_says_strange_things_of_its_costs(name: str) -> None:
+    """K is chosen by them; whatever they are, the text is the target's."""
+    fields = ("rows", "sessions", "context_tokens", "compute_ns")
+    costs = [common_pb2.StepCost(**dict(zip(fields, c, strict=True))) for c in STRANGE_COSTS[name]]
+    async with world(ScriptedDraft(costs=costs)) as made:
+        for _ in range(2):
+            assert list((await made.generate()).token_ids) == continuation(PROMPT, 40)
         await made.until_idle()
 
 
