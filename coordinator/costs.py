@@ -31,13 +31,13 @@ class CostTable:
     """Seconds by draft tokens, from the measured steps nearest in load and context."""
 
     def __init__(self, costs: Iterable[Cost]) -> None:
-        self._groups: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        groups: dict[tuple[int, int], dict[int, float]] = {}
         for cost in costs:
             if cost.seconds > 0:
-                at = self._groups.setdefault((cost.sessions, cost.context), [])
-                at.append((cost.tokens, cost.seconds))
+                at = groups.setdefault((cost.sessions, cost.context), {})
+                at[cost.tokens] = min(cost.seconds, at.get(cost.tokens, cost.seconds))
+        self._groups = {place: sorted(at.items()) for place, at in groups.items()}
         for points in self._groups.values():
-            points.sort()
             # Fewer tokens never cost more: what says so was disturbed while it was measured.
             for i in range(len(points) - 2, -1, -1):
                 points[i] = (points[i][0], min(points[i][1], points[i + 1][1]))

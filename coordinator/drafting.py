@@ -107,7 +107,7 @@ class Drafting:
         if self._round_k:
             self._plan.note(self._round_k, accepted, proposed=self._proposed)
         if self._source and accepted:
-            self._record.by_source[self._source] += accepted
+            self._record.came_from(self._source, accepted)
         self._round_k, self._source = 0, ""
 
     # -- one round -------------------------------------------------------------------------------

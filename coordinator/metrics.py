@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from coordinator.record import countable
 from specwire.observe import counter, gauge, histogram
 from specwire.v1 import generate_pb2
 
@@ -26,6 +27,7 @@ class Metrics:
         self._fallbacks = counter(
             "coordinator_fallbacks", "Rounds without a proposal, by cause", ("cause",), registry
         )
+        self._causes: set[str] = set()
         self._ttft = histogram(
             "coordinator_first_token_seconds", "Time to the first token", registry=registry
         )
@@ -42,4 +44,6 @@ class Metrics:
         self._requests.labels(method, outcome).inc()
 
     def fell_back(self, cause: str, rounds: int) -> None:
+        cause = countable(cause, self._causes)
+        self._causes.add(cause)
         self._fallbacks.labels(cause).inc(rounds)

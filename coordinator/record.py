@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from specwire.v1 import common_pb2, generate_pb2
 
 PHASES = ("prefill", "draft", "verify", "link", "coordinator")
+
+
+# Names that workers may make up in one count: their own are far fewer.
+_MOST_NAMES = 32
+_NAME = re.compile(r"[a-z0-9_]{1,40}")
+
+
+def countable(name: str, counted: Collection[str]) -> str:
+    """A name that a worker chose, as one to count by: "other" for one too many, and for what is no
+    name. A draft must not be able to make up labels, nor to fill a client's answer.
+    """
+    if name in counted or (len(counted) < _MOST_NAMES and _NAME.fullmatch(name)):
+        return name
+    return "other"
 
 
 def worked_ns(timings: common_pb2.Timings) -> int:
@@ -41,7 +57,10 @@ class Record:
     target_moves: int = 0
 
     def fell_back(self, cause: str) -> None:
-        self.fallbacks[cause] += 1
+        self.fallbacks[countable(cause, self.fallbacks)] += 1
+
+    def came_from(self, source: str, accepted: int) -> None:
+        self.by_source[countable(source, self.by_source)] += accepted
 
     def spent(self, phase: str, nanoseconds: int) -> None:
         self.phase_ns[phase] += max(0, nanoseconds)

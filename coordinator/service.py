@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -12,7 +13,7 @@ from coordinator.metrics import Metrics
 from coordinator.placement import PLAIN, Fleet, Group
 from coordinator.session import Deliver, Session
 from coordinator.spec import SessionSpec
-from coordinator.validation import check
+from coordinator.validation import check, is_long, prompt_ids
 from coordinator.workers import DraftWorker, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
@@ -29,12 +30,14 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         self._numbers = itertools.count(1)
         self.sessions: dict[int, Session] = {}
         self.draining = False
+        # One thread: the tokens of a text of 4 MiB take some hundred MB until they are counted.
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
 
     # The interceptor takes a coroutine that writes; the generated type expects a generator.
     async def Generate(  # type: ignore[override]
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> None:
-        lives = self._sessions(*self._admit(request, context))
+        lives = self._sessions(*await self._admit(request, context))
         self.sessions |= lives
 
         # A call that was cut while nothing of ours awaited is closed all the same.
@@ -107,14 +110,31 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             if outcome != "ok":
                 self._metrics.failed(live.record.method, outcome)
 
-    def _admit(
+    async def _admit(
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> tuple[Group, SessionSpec]:
+        left_s = context.time_remaining()
+        loop = asyncio.get_running_loop()
+        deadline = None if left_s is None else loop.time() + left_s
+        group, prompt = self._room(request), None
+        if is_long(request):
+            text, info = group.text, group.target.info
+            assert info is not None
+            long_texts = self._long_texts
+            found = await loop.run_in_executor(long_texts, prompt_ids, request, text, info.model)
+            group = self._room(request)
+            prompt = found if group.text is text else None
+        metadata_of = dict(context.invocation_metadata() or ())
+        traceparent = str(metadata_of.get("traceparent", ""))[:64]
+        return group, check(request, group, group.text, deadline, traceparent, prompt)
+
+    def _room(self, request: generate_pb2.GenerateRequest) -> Group:
+        """Who serves the request, if it is taken now."""
         settings = self._fleet.settings
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this coordinator is shutting down")
         group = self._fleet.group(request.model)
-        # Whether `n` can be at all is checked below, with the rest.
+        # Whether `n` can be at all is checked later, with the rest.
         wanted = min(max(1, request.n), MAX_CHOICES)
         if wanted > settings.max_sessions:  # waiting would not help
             accepted = f"1 to {settings.max_sessions}, the answers that may run here at once"
@@ -123,11 +143,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             text = f"{len(self.sessions)} of {settings.max_sessions} sessions run already"
             limit = {"limit": str(settings.max_sessions)}
             raise SpecwireError(Reason.QUEUE_FULL, text, limit)
-        left_s = context.time_remaining()
-        deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
-        found = dict(context.invocation_metadata() or ())
-        traceparent = str(found.get("traceparent", ""))[:64]
-        return group, check(request, group, group.text, deadline, traceparent)
+        return group
 
     async def GetInfo(
         self, request: generate_pb2.GenerationServiceGetInfoRequest, context: Any

@@ -41,7 +41,9 @@ class TextModel:
         self._template = _environment().from_string(source) if source else None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch, because that lets other threads run meanwhile; `encode` does not.
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

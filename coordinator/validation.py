@@ -24,6 +24,8 @@ MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 MAX_PRIORITY = 1000
+# Above, a text is worth a thread: 4 MiB of it take seconds to tokenise.
+LONG_TEXT_CHARS = 16_384
 _EXACTNESS = {
     "exact": common_pb2.EXACTNESS_EXACT,
     "fast": common_pb2.EXACTNESS_FAST,
@@ -36,7 +38,9 @@ def check(
     text: TextModel,
     deadline: float | None,
     traceparent: str = "",
+    prompt: list[int] | None = None,
 ) -> SessionSpec:
+    """`prompt`: what `prompt_ids` made of this request before."""
     assert fleet.target.info is not None
     model = fleet.target.info.model
     if request.model and request.model != model.name:
@@ -46,7 +50,7 @@ def check(
         accepted = "absent: structured output is not built"
         raise SpecwireError.field("structured_output", kind, accepted, Reason.UNSUPPORTED)
     n = _n(request)
-    prompt = _prompt(request, text, model)
+    prompt = prompt_ids(request, text, model) if prompt is None else prompt
     choice, k, adaptive = _speculation(request, fleet)
     answer = _answer(request, fleet, text, model, len(prompt))
     return SessionSpec(tuple(prompt), answer, choice, k, deadline, n, traceparent, adaptive)
@@ -90,9 +94,16 @@ def _answer(
     )
 
 
-def _prompt(
+def is_long(request: generate_pb2.GenerateRequest) -> bool:
+    """Whether `prompt_ids` of this request takes longer than others should wait."""
+    chat = sum(len(message.content) + 1 for message in request.chat.messages)
+    return len(request.prompt) + chat > LONG_TEXT_CHARS
+
+
+def prompt_ids(
     request: generate_pb2.GenerateRequest, text: TextModel, model: common_pb2.ModelInfo
 ) -> list[int]:
+    """The prompt's tokens, checked. May run on any thread."""
     kind = request.WhichOneof("input")
     if kind == "prompt":
         ids = text.encode(request.prompt, add_special_tokens=True) if request.prompt else []

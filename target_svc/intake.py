@@ -16,6 +16,8 @@ from target_svc.rows import RowHistory
 from target_svc.scheduler import Scheduler
 from target_svc.sessions import Key, Link, Session, Step
 
+_LAST_STEP = 2**32 - 1
+
 
 class Intake:
     def __init__(
@@ -143,7 +145,8 @@ class Intake:
             step_id=request.step_id,
             base_len=request.base_len,
             draft=draft,
-            free_run=request.free_run,
+            # The steps of a free run are numbered on, and a step id has an end.
+            free_run=min(request.free_run, _LAST_STEP - request.step_id),
             deadline=self._deadline(request.deadline_ms),
             received=time.perf_counter(),
         )

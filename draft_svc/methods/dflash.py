@@ -115,6 +115,8 @@ class DFlashMethod(Method[DFlashContext]):
             if context.begins_anew:
                 self._begin(context)
             self._unwritten[context] = None
+        else:  # a rollback may have taken the rows that waited
+            self._unwritten.pop(context, None)
 
     def _begin(self, context: DFlashContext) -> None:
         """Begins where the pending rows do, or a little later, at the edge of a page, where enough

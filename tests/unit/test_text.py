@@ -31,13 +31,14 @@ def _byte_level(template: str = "") -> TextModel:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
     special = {"bos_token": "<s>", "eos_token": {"content": "<end>"}}
-    return TextModel(_document(tokenizer, template, special))
+    return TextModel(document_of(tokenizer, template, special))
 
 
-def _document(tokenizer: Tokenizer, template: str, special: dict[str, Any]) -> bytes:
-    return json.dumps(
-        {"tokenizer": json.loads(tokenizer.to_str()), "chat_template": template, "special": special}
-    ).encode()
+def document_of(
+    tokenizer: Tokenizer, template: str = "", special: dict[str, Any] | None = None
+) -> bytes:
+    fields = {"tokenizer": json.loads(tokenizer.to_str()), "chat_template": template}
+    return json.dumps({**fields, "special": special or {}}).encode()
 
 
 def _metaspace() -> TextModel:
@@ -45,7 +46,7 @@ def _metaspace() -> TextModel:
     words = ["\u2581né", "\u2581", "\u2581🙂", "x", "<unk>"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace()
-    return TextModel(_document(tokenizer, "", {}))
+    return TextModel(document_of(tokenizer, "", {}))
 
 
 BYTES = _byte_level()
