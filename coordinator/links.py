@@ -15,12 +15,12 @@ import grpc
 
 from coordinator.mailbox import Mailbox
 from specwire.errors import Reason, SpecwireError, from_rpc_error
-from specwire.rpc import Outbox, OutboxFull
+from specwire.rpc import Message, Outbox, OutboxFull
 from specwire.v1 import common_pb2, target_pb2
 
 log = logging.getLogger(__name__)
 
-ItemT = TypeVar("ItemT")
+ItemT = TypeVar("ItemT", bound=Message)
 # Pause before the next try. An absent worker may come any moment, and the channel below paces the
 # connects themselves (0.1-2 s); one that does not fit will hardly change.
 _BACKOFF_S, _ABSENT_S, _REFUSED_S = 0.1, 0.25, 2.0

@@ -7,7 +7,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from specwire.errors import Reason, SpecwireError
 
@@ -18,6 +18,8 @@ PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 LINK_MESSAGE_BYTES = 16 * 1024 * 1024
 # Bulk data is cut into pieces of at most this size, so that small frames get between them.
 CHUNK_BYTES = 1024 * 1024
+# Items that wait leave as one frame up to this size: well below what a link takes.
+FRAME_BYTES = LINK_MESSAGE_BYTES // 2
 
 # A client pings this often while calls run; the server must allow more than that, or it answers
 # GOAWAY too_many_pings. gRPC's own server minimum is five minutes.
@@ -25,7 +27,14 @@ _PING_MS = {True: 10_000, False: 30_000}
 _PING_TIMEOUT_MS = 5_000
 _PING_MINIMUM_MS = 5_000
 
-T = TypeVar("T")
+
+class Message(Protocol):
+    """A protobuf message."""
+
+    def ByteSize(self) -> int: ...
+
+
+T = TypeVar("T", bound=Message)
 Options = list[tuple[str, int]]
 
 
@@ -96,7 +105,8 @@ class OutboxFull(Exception):
 
 
 class Outbox(Generic[T]):
-    """Items waiting for one stream. Everything that waits leaves together, as one frame.
+    """Items waiting for one stream. What waits leaves together, as one frame, unless that would be
+    too large: a frame that the peer does not take would cost all sessions their link.
 
     For one event loop: other threads go through `loop.call_soon_threadsafe`.
     """
@@ -120,14 +130,27 @@ class Outbox(Generic[T]):
         self._changed.set()
 
     async def take_all(self) -> list[T]:
-        """Waits for items and returns all; an empty list means closed and drained."""
+        """Waits for items and returns all that fit a frame, at least one; an empty list means
+        closed and drained.
+        """
         if not self._items and not self.closed:
             self._changed.clear()
             await self._changed.wait()
-        taken, self._items = self._items, []
+        count = _fitting(self._items)
+        taken, self._items = self._items[:count], self._items[count:]
         return taken
 
     def close(self) -> None:
         """Ends the stream once what waits has been taken."""
         self.closed = True
         self._changed.set()
+
+
+def _fitting(items: Sequence[Message]) -> int:
+    """How many of the first items fit a frame: one at least, where there are any."""
+    total = 0
+    for count, item in enumerate(items):
+        total += item.ByteSize()
+        if count and total > FRAME_BYTES:
+            return count
+    return len(items)
