@@ -17,12 +17,12 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import channel_options
+from specwire.rpc import Message, channel_options
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-ItemT = TypeVar("ItemT")
+ItemT = TypeVar("ItemT", bound=Message)
 _INFO_TIMEOUT_S = 5.0
 # Weight of the newest time in the running means of rounds and proposals.
 _WEIGHT = 0.1
