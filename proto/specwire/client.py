@@ -63,6 +63,8 @@ __all__ = [
 
 _ATTEMPTS = 3
 _INFO_TIMEOUT_S = 10.0
+# A year: longer is for ever.
+_LONGEST_S = 365 * 86_400.0
 
 
 class _Budget:
@@ -71,7 +73,9 @@ class _Budget:
     def __init__(self, timeout_s: float | None) -> None:
         if timeout_s is not None and not timeout_s > 0:
             raise SpecwireError.field("timeout_s", timeout_s, "a number above 0, or None")
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        # What gRPC cannot count, infinity too, it would take for a time that has passed.
+        endless = timeout_s is None or timeout_s > _LONGEST_S
+        self._end = None if endless else time.monotonic() + timeout_s
         self._left = _ATTEMPTS
 
     def timeout_s(self) -> float | None:
