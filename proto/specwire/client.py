@@ -74,8 +74,9 @@ class _Budget:
         if timeout_s is not None and not timeout_s > 0:
             raise SpecwireError.field("timeout_s", timeout_s, "a number above 0, or None")
         # What gRPC cannot count, infinity too, it would take for a time that has passed.
-        endless = timeout_s is None or timeout_s > _LONGEST_S
-        self._end = None if endless else time.monotonic() + timeout_s
+        if timeout_s is not None and timeout_s > _LONGEST_S:
+            timeout_s = None
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._left = _ATTEMPTS
 
     def timeout_s(self) -> float | None:
