@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
 from coordinator.mailbox import Mailbox
 from specwire.errors import Reason, SpecwireError, from_rpc_error
-from specwire.rpc import Outbox, OutboxFull
+from specwire.rpc import Message, Outbox, OutboxFull
 from specwire.v1 import common_pb2, target_pb2
 
 log = logging.getLogger(__name__)
@@ -26,10 +25,6 @@ ItemT = TypeVar("ItemT", bound=Message)
 # connects themselves (0.1-2 s); one that does not fit will hardly change.
 _BACKOFF_S, _ABSENT_S, _REFUSED_S = 0.1, 0.25, 2.0
 _REFUSALS = (Reason.MODEL_MISMATCH, Reason.UNSUPPORTED)
-
-
-def _bytes(item: Message) -> int:
-    return item.ByteSize()
 
 
 class Link(Generic[ItemT]):
@@ -59,7 +54,7 @@ class Link(Generic[ItemT]):
         self._greet, self._open_stream, self._frame = greet, open_stream, frame
         self._heartbeat = heartbeat
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
-        self._outbox: Outbox[ItemT] = Outbox(size=_bytes)
+        self._outbox: Outbox[ItemT] = Outbox()
         self._ready = asyncio.Event()
         self._call: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -134,7 +129,7 @@ class Link(Generic[ItemT]):
     async def _stream(self) -> None:
         self._call = call = self._open_stream()
         self.load = None
-        self._outbox = Outbox(size=_bytes)
+        self._outbox = Outbox()
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
         self.state, self.reason = "ready", ""
         self._ready.set()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
 from coordinator.breaker import Breaker
 from coordinator.costs import Cost, Costs
@@ -19,7 +18,7 @@ from coordinator.standing import Standing
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import channel_options
+from specwire.rpc import Message, channel_options
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)

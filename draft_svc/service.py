@@ -47,7 +47,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Link(
         self, request_iterator: AsyncIterator[draft_pb2.DraftServiceLinkRequest], context: Any
     ) -> AsyncIterator[draft_pb2.DraftServiceLinkResponse]:
-        outbox: Outbox[draft_pb2.DraftReply] = Outbox(size=draft_pb2.DraftReply.ByteSize)
+        outbox: Outbox[draft_pb2.DraftReply] = Outbox()
         reader = asyncio.create_task(self._read(request_iterator, outbox))
         try:
             while replies := await outbox.take_all():

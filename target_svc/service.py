@@ -25,7 +25,7 @@ class LinkStream:
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        self.outbox: Outbox[target_pb2.TargetReply] = Outbox(size=target_pb2.TargetReply.ByteSize)
+        self.outbox: Outbox[target_pb2.TargetReply] = Outbox()
         self._metrics = metrics
 
     @property

@@ -111,9 +111,10 @@ class DFlashMethod(Method[DFlashContext]):
         context.truncate(keep)
         context.ids += tokens
         context.add_rows(nonempty(block.clip(0, self._max_length) for block in rows))
+        if context.pending and context.begins_anew:
+            self._begin(context)
+        context.drop_written()  # a cache had some of these rows
         if context.pending:
-            if context.begins_anew:
-                self._begin(context)
             self._unwritten[context] = None
         else:  # a rollback may have taken the rows that waited
             self._unwritten.pop(context, None)

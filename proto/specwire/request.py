@@ -117,7 +117,7 @@ def build_request(options: GenerateOptions) -> generate_pb2.GenerateRequest:
 def _set_maps(sampling: common_pb2.Sampling, options: GenerateOptions) -> None:
     try:
         sampling.logit_bias.update(options.get("logit_bias") or {})
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, OverflowError):
         accepted = "a mapping of token ids to numbers"
         raise SpecwireError.field("logit_bias", "of another form", accepted) from None
     for ids in options.get("bad_sequences", ()):
@@ -171,7 +171,7 @@ def _assign(message: Any, name: str, options: GenerateOptions) -> None:
         return
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         accepted = str(error)
         if isinstance(value, int) and isinstance(error, ValueError):
             accepted = _int_range(message, name)

@@ -6,9 +6,8 @@ import asyncio
 import secrets
 import sys
 from array import array
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 from specwire.errors import Reason, SpecwireError
 
@@ -30,7 +29,14 @@ _PING_MINIMUM_MS = 5_000
 
 ADDRESSES = "host:port with a port of 1 to 65535, or unix:/path"
 
-T = TypeVar("T")
+
+class Message(Protocol):
+    """A protobuf message."""
+
+    def ByteSize(self) -> int: ...
+
+
+T = TypeVar("T", bound=Message)
 Options = list[tuple[str, int]]
 
 
@@ -118,9 +124,8 @@ class Outbox(Generic[T]):
     For one event loop: other threads go through `loop.call_soon_threadsafe`.
     """
 
-    def __init__(self, limit: int = 4096, size: Callable[[T], int] = lambda _: 0) -> None:
-        """`size` gives an item's bytes."""
-        self._limit, self._size = limit, size
+    def __init__(self, limit: int = 4096) -> None:
+        self._limit = limit
         self._items: list[T] = []
         self._changed = asyncio.Event()
         self.closed = False
@@ -143,13 +148,21 @@ class Outbox(Generic[T]):
         if not self._items and not self.closed:
             self._changed.clear()
             await self._changed.wait()
-        total = accumulate(map(self._size, self._items))
-        count = next((i for i, size in enumerate(total) if i and size > FRAME_BYTES), None)
-        taken = self._items[:count]
-        del self._items[:count]
+        count = _fitting(self._items)
+        taken, self._items = self._items[:count], self._items[count:]
         return taken
 
     def close(self) -> None:
         """Ends the stream once what waits has been taken."""
         self.closed = True
         self._changed.set()
+
+
+def _fitting(items: Sequence[Message]) -> int:
+    """How many of the first items fit a frame: one at least, where there are any."""
+    total = 0
+    for count, item in enumerate(items):
+        total += item.ByteSize()
+        if count and total > FRAME_BYTES:
+            return count
+    return len(items)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specwire import rpc
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import Outbox, OutboxFull, decode_ids, encode_ids
+from specwire.rpc import FRAME_BYTES, Outbox, OutboxFull, decode_ids, encode_ids
 from specwire.tensors import chunk_rows, rows_from_bytes, rows_to_bytes
 from specwire.v1 import common_pb2
 
@@ -49,48 +49,44 @@ def test_limits_are_explicit_on_both_sides() -> None:
     assert backoff["grpc.max_reconnect_backoff_ms"] == 2000
 
 
+class Item(int):
+    """A message as far as an outbox knows: its value is its size."""
+
+    def ByteSize(self) -> int:
+        return int(self)
+
+
 async def test_outbox_merges_what_waits() -> None:
-    outbox: Outbox[int] = Outbox()
+    outbox: Outbox[Item] = Outbox()
     for item in range(3):
-        outbox.put(item)
+        outbox.put(Item(item))
     assert await outbox.take_all() == [0, 1, 2]
     waiting = asyncio.create_task(outbox.take_all())
     await asyncio.sleep(0)
-    outbox.put(3)
-    outbox.put(4)
+    outbox.put(Item(3))
+    outbox.put(Item(4))
     assert await waiting == [3, 4]
 
 
-async def test_outbox_fills_no_frame_beyond_its_limit() -> None:
-    """One more item than a frame has room for would end the stream of all sessions on it."""
-    outbox: Outbox[int] = Outbox(size=lambda item: item)
-    for item in (rpc.FRAME_BYTES - 1, 1, 5, rpc.FRAME_BYTES + 1, 7, 8):
-        outbox.put(item)
-    assert await outbox.take_all() == [rpc.FRAME_BYTES - 1, 1]
-    assert await outbox.take_all() == [5]
-    assert await outbox.take_all() == [rpc.FRAME_BYTES + 1]
-    assert await outbox.take_all() == [7, 8]
-
-
 async def test_outbox_is_bounded() -> None:
-    outbox: Outbox[int] = Outbox(limit=2)
-    outbox.put(0)
-    outbox.put(1)
+    outbox: Outbox[Item] = Outbox(limit=2)
+    outbox.put(Item(0))
+    outbox.put(Item(1))
     with pytest.raises(OutboxFull):
-        outbox.put(2)
+        outbox.put(Item(2))
     assert await outbox.take_all() == [0, 1]
-    outbox.put(2)
+    outbox.put(Item(2))
     assert len(outbox) == 1
 
 
 async def test_outbox_delivers_the_rest_before_it_ends() -> None:
-    outbox: Outbox[int] = Outbox()
-    outbox.put(1)
+    outbox: Outbox[Item] = Outbox()
+    outbox.put(Item(1))
     outbox.close()
-    outbox.put(2)
+    outbox.put(Item(2))
     assert await outbox.take_all() == [1]
     assert await outbox.take_all() == []
-    waiting: Outbox[int] = Outbox()
+    waiting: Outbox[Item] = Outbox()
     task = asyncio.create_task(waiting.take_all())
     await asyncio.sleep(0)
     waiting.close()
@@ -98,14 +94,24 @@ async def test_outbox_delivers_the_rest_before_it_ends() -> None:
 
 
 async def test_a_cancelled_take_loses_nothing() -> None:
-    outbox: Outbox[int] = Outbox()
+    outbox: Outbox[Item] = Outbox()
     task = asyncio.create_task(outbox.take_all())
     await asyncio.sleep(0)
-    outbox.put(1)
+    outbox.put(Item(1))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await outbox.take_all() == [1]
+
+
+async def test_a_frame_is_never_larger_than_its_peer_takes() -> None:
+    outbox: Outbox[Item] = Outbox()
+    half, whole = FRAME_BYTES // 2, FRAME_BYTES
+    for size in (half, half, 1, whole - 1, whole, 2 * whole, 1, 1):
+        outbox.put(Item(size))
+    outbox.close()
+    frames = [await outbox.take_all() for _ in range(6)]
+    assert frames == [[half, half], [1, whole - 1], [whole], [2 * whole], [1, 1], []]
 
 
 @pytest.mark.parametrize(

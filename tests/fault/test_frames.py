@@ -21,7 +21,7 @@ from specwire.v1 import generate_pb2
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, world
 from tests.service.draft_peer import Service, advance_item, open_item, serving, session_key
 from tests.service.target_harness import Target, key, open_target, target, verify
-from tests.service.toy_engine import continuation
+from tests.service.toy_engine import ToyEngine, continuation
 
 UNLIMITED = [("grpc.max_send_message_length", -1)]
 GARBAGE = b"\xff\xff\xff\xff\x07 no message"
@@ -122,3 +122,17 @@ async def test_a_request_too_large_for_the_sdk_is_the_same_error() -> None:
         assert error.reason is Reason.MESSAGE_TOO_LARGE
         assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert list((await made.generate()).token_ids) == continuation(PROMPT, 40)
+
+
+async def test_what_waits_for_a_slow_reader_is_cut_into_frames() -> None:
+    """Answers that are fine one by one were too much as one frame: the link broke for all."""
+    prompt = [5 + i % 900 for i in range(1500)]
+    async with target(ToyEngine(pages=128, max_length=2000)) as made:
+        peer = made.peer()
+        await peer.send(open_target(prompt, 4, prompt_logprobs=20))
+        size = (await peer.verdict()).ByteSize()
+        count = LINK_MESSAGE_BYTES // size + 2
+        await peer.send(*[open_target(prompt, 4, prompt_logprobs=20)] * count)
+        for _ in range(count):
+            assert (await peer.verdict()).new_len == 1501
+        assert await peer.heartbeat(key()) == []

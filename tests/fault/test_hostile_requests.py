@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from coordinator.text import TextModel
 from coordinator.validation import LONG_TEXT_CHARS
 from specwire.errors import Reason, SpecwireError
+from specwire.request import build_request
 from specwire.v1 import common_pb2
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, proposal, refusal, world
 from tests.service.target_harness import key, open_target, target, verify
@@ -170,3 +171,18 @@ def test_other_threads_run_while_a_text_is_tokenised() -> None:
         turns += 1
     worker.join()
     assert turns > 20
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300])
+async def test_a_time_limit_without_end(timeout_s: float) -> None:
+    """gRPC takes what it cannot count for a time that has passed."""
+    async with world() as made:
+        result = await made.generate(timeout_s=timeout_s)
+        assert list(result.token_ids) == continuation(PROMPT, 40)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 10**400}, {"logit_bias": {1: 10**400}}])
+def test_a_number_that_is_no_float(options: Any) -> None:
+    with pytest.raises(SpecwireError) as caught:
+        build_request({"prompt": "x", **options})
+    assert caught.value.metadata["field"] == next(iter(options))

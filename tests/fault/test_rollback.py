@@ -42,3 +42,24 @@ def test_waiting_rows_are_rolled_back(loaded: LoadedDraft, keep: int) -> None:
         method.close(context)
     loaded.model.pool.check_integrity()
     assert loaded.model.pool.stats().tables == 0
+
+
+def test_rows_that_the_cache_had_come_again(loaded: LoadedDraft) -> None:
+    """An Advance that overtakes the answer to its Open brings all rows of the text once more."""
+    method = make_method(loaded)
+    ids, rows = [11 * i % 1000 for i in range(50)], random_rows(49, seed=1)
+    first = method.open(ids, GREEDY)
+    assert method.restore(first, "a target") == (0, 0)
+    method.update(first, 50, (), [RowBlock(0, rows)])
+    drafts = method.propose([Request(first, 3)])
+    again, beside = method.open(ids, GREEDY), method.open(ids[:9], GREEDY)
+    assert method.restore(again, "a target")[1] >= 16
+    method.update(again, 50, (), [RowBlock(0, rows[:10])])
+    assert not again.pending and not method.work()
+    method.update(beside, 9, (), [RowBlock(0, rows[:8])])
+    assert len(method.propose([Request(beside, 3)])[0].ids) == 3
+    method.update(again, 50, (), [RowBlock(10, rows[10:])])
+    assert method.propose([Request(again, 3)])[0].ids == drafts[0].ids
+    for context in (first, again, beside):
+        method.close(context)
+    loaded.model.pool.check_integrity()
