@@ -37,7 +37,8 @@ def remaining_ms(deadline: float | None) -> int:
     """What is left until a time of the loop's clock; on the wire 0 means no deadline."""
     if deadline is None:
         return 0
-    return max(1, int((deadline - asyncio.get_running_loop().time()) * 1000))
+    left_ms = int((deadline - asyncio.get_running_loop().time()) * 1000)
+    return min(max(1, left_ms), 2**32 - 1)  # what the wire holds: 49 days
 
 
 @dataclass(slots=True)

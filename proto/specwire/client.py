@@ -63,7 +63,7 @@ __all__ = [
 
 _ATTEMPTS = 3
 _INFO_TIMEOUT_S = 10.0
-# gRPC takes an endless time for one that has passed; so much of it is endless enough.
+# gRPC takes an endless time for one that has passed; a year is endless enough.
 _LONGEST_S = 365 * 86_400.0
 
 
@@ -73,7 +73,9 @@ class _Budget:
     def __init__(self, timeout_s: float | None) -> None:
         if timeout_s is not None and not timeout_s > 0:
             raise SpecwireError.field("timeout_s", timeout_s, "a number above 0, or None")
-        self._end = None if timeout_s is None else time.monotonic() + min(timeout_s, _LONGEST_S)
+        if timeout_s is not None and timeout_s > _LONGEST_S:
+            timeout_s = None
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._left = _ATTEMPTS
 
     def timeout_s(self) -> float | None:
