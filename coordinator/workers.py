@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -36,7 +37,7 @@ def _channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=options)
 
 
-class Worker(Generic[ItemT]):
+class Worker(ABC, Generic[ItemT]):
     """One address: the channel, and the link that greets who answers there."""
 
     def __init__(
@@ -62,9 +63,9 @@ class Worker(Generic[ItemT]):
             heartbeat=lambda beat: item(heartbeat=beat),
         )
 
+    @abstractmethod
     async def _greet(self) -> int:
         """Asks who answers, checks it, and returns its incarnation."""
-        raise NotImplementedError
 
     @property
     def busy(self) -> int:
