@@ -169,6 +169,18 @@ async def test_rows_after_a_hit(
         assert (await peer.verdict()).rows_start == 70
 
 
+async def test_a_draft_that_has_its_rows_takes_nothing_from_the_hit(tmp_path: Path) -> None:
+    """AB-22: the target's cache does not depend on whether a draft is attached."""
+    address = f"unix:{tmp_path / 'd.sock'}"
+    async with draft_server(address, FakeDraft()), target() as service:
+        peer = service.peer()
+        await cached(peer, PROMPT, 1, push_to=push_to(address))
+        plain = await cached(peer, PROMPT, 2)
+        assert plain == 64
+        has_rows = {"push_to": push_to(address), "rows_from": plain}
+        assert await cached(peer, PROMPT, 3, **has_rows) == plain
+
+
 async def test_rows_after_a_hit_where_rows_depend(tmp_path: Path) -> None:
     """The hit is shortened to an edge of the grid: at most row_window tokens run again."""
     address = f"unix:{tmp_path / 'd.sock'}"

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.confidence import Calibration
 from coordinator.costs import Cost, Costs
-from coordinator.policy import Acceptance, KPolicy
+from coordinator.policy import Acceptance, KPolicy, _worth
 
 LIMIT = 7
 Seconds = Callable[[int], float]
@@ -138,3 +138,13 @@ def test_ties_are_kept_whole_and_unknown_costs_cut_nothing() -> None:
     assert policy.cut([0.01] * k, 1, 100) == k, "a step costs the same however many are verified"
     blind = KPolicy(Costs(), Costs(), Acceptance(), 3)
     assert blind.choose(0, LIMIT, 1, 100) == 3 and blind.cut([0.01] * 3, 1, 100) == 3
+
+
+def test_a_sure_token_behind_an_unsure_one_is_cut_with_it() -> None:
+    """AB-24: the block ends where the prefix stops paying; what comes behind counts only through
+    it."""
+    # A step of 1 s brings one token, and each token more to verify costs what half a token brings.
+    verify = [1.0 + 0.5 * k for k in range(5)]
+    assert _worth([0.9, 0.1, 0.9, 0.9], verify, 1.0) == 1
+    assert _worth([0.9, 0.9, 0.9, 0.9], verify, 1.0) == 4
+    assert _worth([0.1, 0.9, 0.9, 0.9], verify, 1.0) == 0
