@@ -27,16 +27,6 @@ _DS_MLA_BYTES, _DS_MLA_V4_BYTES = 512 + 16 + 128, 448 + 128 + 8
 _NVFP4_DS_MLA_BYTES = 352
 _V4_ALIGNMENT, _V4_PLAIN_ALIGNMENT = 576, 512
 _SCALE_BYTES = 4  # fp32, of K and of V, for each token and head
-KNOWN_DTYPES = (
-    "auto",
-    "fp8",
-    "fp8_ds_mla",
-    "nvfp4_ds_mla",
-    *_ITEM_BYTES,
-    "turboquant_k8v4",
-    "turboquant_4bit_nc",
-    "turboquant_3bit_nc",
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,6 @@ from engine.attention.devices import (
 EngineName = Literal["native", "vllm"]
 Table = Mapping[str, Backend]
 
-# Names of vLLM's that no decoder layer can use: reserved, or vision encoders only.
-OTHER_NAMES = ("CUSTOM",)
-
 
 def table_of(rows: Iterable[Backend]) -> Table:
     return MappingProxyType({row.name: row for row in rows})
