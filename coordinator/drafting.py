@@ -185,7 +185,7 @@ class Drafting:
         if isinstance(message, draft_pb2.DraftRefused) and message.step_id == asked.step_id:
             self._refused(message)
             return []
-        if not isinstance(message, draft_pb2.Proposal) or message.step_id != asked.step_id:
+        if not isinstance(message, common_pb2.Proposal) or message.step_id != asked.step_id:
             self._stray(arrived_ns, message)
             return None
         if message.base_len != asked.length:
@@ -212,7 +212,7 @@ class Drafting:
         if (
             overdue is not None
             and choice is not None
-            and isinstance(message, draft_pb2.Proposal)
+            and isinstance(message, common_pb2.Proposal)
             and message.step_id == overdue.step_id
         ):
             choice.standing.note_proposal((arrived_ns - overdue.sent_ns) / 1e9)

@@ -37,7 +37,7 @@ def proposal(
         timings = common_pb2.Timings(queue_ns=max(waited, 0), compute_ns=computed.compute_ns)
     reason = draft.reason or (REASON_K_LIMIT if step.k_cut else "")
     return draft_pb2.DraftReply(
-        proposal=draft_pb2.Proposal(
+        proposal=common_pb2.Proposal(
             key=key,
             step_id=step.step_id,
             base_len=step.length,

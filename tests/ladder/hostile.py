@@ -204,7 +204,7 @@ def nan_confidences(draft: HostileDraft, item: draft_pb2.Advance, ids: list[int]
 def malformed_items(draft: HostileDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Any]:
     strange = [
         Reply(),
-        Reply(proposal=draft_pb2.Proposal()),
+        Reply(proposal=common_pb2.Proposal()),
         Reply(refused=draft_pb2.DraftRefused()),
     ]
     return [*strange, *perfect(draft, item, ids)]

@@ -48,7 +48,7 @@ def document() -> bytes:
 
 def proposal(item: draft_pb2.Advance, length: int, ids: list[int], **changes: Any) -> Reply:
     fields: dict[str, Any] = {"key": item.key, "step_id": item.step_id, "base_len": length}
-    return Reply(proposal=draft_pb2.Proposal(**{**fields, "ids": ids, **changes}))
+    return Reply(proposal=common_pb2.Proposal(**{**fields, "ids": ids, **changes}))
 
 
 def perfect(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:

@@ -155,7 +155,7 @@ def _refusing(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> 
 
 
 def _empty_replies(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
-    return [Reply(), Reply(proposal=draft_pb2.Proposal()), *perfect(draft, item, ids)]
+    return [Reply(), Reply(proposal=common_pb2.Proposal()), *perfect(draft, item, ids)]
 
 
 @pytest.mark.parametrize(

@@ -254,3 +254,23 @@ class RowFormat(_message.Message):
     dtype: DType
     width: int
     def __init__(self, encoding: _Optional[_Union[RowEncoding, str]] = ..., convention: _Optional[_Union[TapConvention, str]] = ..., tap_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., width: _Optional[int] = ...) -> None: ...
+
+class Proposal(_message.Message):
+    __slots__ = ("key", "step_id", "base_len", "ids", "confidences", "timings", "reason", "source")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    key: SessionKey
+    step_id: int
+    base_len: int
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    confidences: _containers.RepeatedScalarFieldContainer[float]
+    timings: Timings
+    reason: str
+    source: str
+    def __init__(self, key: _Optional[_Union[SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...

@@ -174,11 +174,11 @@ class DraftReply(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
     opened: DraftOpened
-    proposal: Proposal
+    proposal: _common_pb2.Proposal
     refused: DraftRefused
     closed: DraftClosed
     heartbeat_ack: _target_pb2.HeartbeatAck
-    def __init__(self, opened: _Optional[_Union[DraftOpened, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[DraftRefused, _Mapping]] = ..., closed: _Optional[_Union[DraftClosed, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[_target_pb2.HeartbeatAck, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[DraftOpened, _Mapping]] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ..., refused: _Optional[_Union[DraftRefused, _Mapping]] = ..., closed: _Optional[_Union[DraftClosed, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[_target_pb2.HeartbeatAck, _Mapping]] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
     __slots__ = ("key", "have_rows")
@@ -187,26 +187,6 @@ class DraftOpened(_message.Message):
     key: _common_pb2.SessionKey
     have_rows: int
     def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., have_rows: _Optional[int] = ...) -> None: ...
-
-class Proposal(_message.Message):
-    __slots__ = ("key", "step_id", "base_len", "ids", "confidences", "timings", "reason", "source")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    STEP_ID_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
-    IDS_FIELD_NUMBER: _ClassVar[int]
-    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
-    TIMINGS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    key: _common_pb2.SessionKey
-    step_id: int
-    base_len: int
-    ids: _containers.RepeatedScalarFieldContainer[int]
-    confidences: _containers.RepeatedScalarFieldContainer[float]
-    timings: _common_pb2.Timings
-    reason: str
-    source: str
-    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class DraftRefused(_message.Message):
     __slots__ = ("key", "step_id", "error", "have_len")

@@ -103,7 +103,7 @@ class TargetItem(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenTarget, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., export_rows: _Optional[_Union[ExportRows, _Mapping]] = ..., close: _Optional[_Union[CloseSession, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class OpenTarget(_message.Message):
-    __slots__ = ("key", "ids", "prompt_len", "sampling", "stop_token_ids", "ignore_eos", "max_new_tokens", "exactness", "push_to", "rows_from", "lease_ms", "deadline_ms", "traceparent", "report_margins", "free_run", "row_window", "fork_of", "priority", "logprobs", "prompt_logprobs", "no_prefix_cache")
+    __slots__ = ("key", "ids", "prompt_len", "sampling", "stop_token_ids", "ignore_eos", "max_new_tokens", "exactness", "push_to", "rows_from", "lease_ms", "deadline_ms", "traceparent", "report_margins", "free_run", "row_window", "fork_of", "priority", "logprobs", "prompt_logprobs", "no_prefix_cache", "colocated")
     KEY_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class OpenTarget(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NO_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    COLOCATED_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.SessionKey
     ids: bytes
     prompt_len: int
@@ -146,7 +147,18 @@ class OpenTarget(_message.Message):
     logprobs: int
     prompt_logprobs: int
     no_prefix_cache: bool
-    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., max_new_tokens: _Optional[int] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., push_to: _Optional[_Union[PushTo, _Mapping]] = ..., rows_from: _Optional[int] = ..., lease_ms: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., report_margins: bool = ..., free_run: _Optional[int] = ..., row_window: _Optional[int] = ..., fork_of: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., priority: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., no_prefix_cache: bool = ...) -> None: ...
+    colocated: ColocatedDraft
+    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., max_new_tokens: _Optional[int] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., push_to: _Optional[_Union[PushTo, _Mapping]] = ..., rows_from: _Optional[int] = ..., lease_ms: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., report_margins: bool = ..., free_run: _Optional[int] = ..., row_window: _Optional[int] = ..., fork_of: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., priority: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., no_prefix_cache: bool = ..., colocated: _Optional[_Union[ColocatedDraft, _Mapping]] = ...) -> None: ...
+
+class ColocatedDraft(_message.Message):
+    __slots__ = ("method", "max_draft_tokens", "then_propose")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    THEN_PROPOSE_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    max_draft_tokens: int
+    then_propose: int
+    def __init__(self, method: _Optional[str] = ..., max_draft_tokens: _Optional[int] = ..., then_propose: _Optional[int] = ...) -> None: ...
 
 class PushTo(_message.Message):
     __slots__ = ("address", "draft_incarnation", "format")
@@ -222,7 +234,7 @@ class TargetReply(_message.Message):
     def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., refused: _Optional[_Union[TargetRefused, _Mapping]] = ..., closed: _Optional[_Union[TargetClosed, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("key", "step_id", "base_len", "accepted", "tokens", "new_len", "finish", "timings", "margins", "rows_start", "rows_count", "width", "logprobs", "prompt_logprobs", "cached_tokens")
+    __slots__ = ("key", "step_id", "base_len", "accepted", "tokens", "new_len", "finish", "timings", "margins", "rows_start", "rows_count", "width", "logprobs", "prompt_logprobs", "cached_tokens", "proposal")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +250,7 @@ class Verdict(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.SessionKey
     step_id: int
     base_len: int
@@ -253,7 +266,8 @@ class Verdict(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     cached_tokens: int
-    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., new_len: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., margins: _Optional[_Iterable[float]] = ..., rows_start: _Optional[int] = ..., rows_count: _Optional[int] = ..., width: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    proposal: _common_pb2.Proposal
+    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., new_len: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., margins: _Optional[_Iterable[float]] = ..., rows_start: _Optional[int] = ..., rows_count: _Optional[int] = ..., width: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., proposal: _Optional[_Union[_common_pb2.Proposal, _Mapping]] = ...) -> None: ...
 
 class TargetRefused(_message.Message):
     __slots__ = ("key", "step_id", "error", "have_len")
