@@ -14,11 +14,11 @@ from engine.attention.report import AttentionReport
 from engine.batch import Packed, Placed, pack
 from engine.choose import Chosen, choose, drafts_of
 from engine.config import EngineConfig
-from engine.kv.cache import KVCache
+from engine.kv.cache import PagedCache
 from engine.kv.pool import PagePool, PageTable, PoolStats
 from engine.logprobs import score_rows
+from engine.models.family import Model
 from engine.models.layers import Rows
-from engine.models.llama import LlamaModel
 
 
 class NativeEngine:
@@ -27,8 +27,8 @@ class NativeEngine:
     def __init__(
         self,
         config: EngineConfig,
-        model: LlamaModel,
-        cache: KVCache,
+        model: Model,
+        cache: PagedCache,
         backend: AttentionBackend,
         report: AttentionReport,
         info: ModelInfo,

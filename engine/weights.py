@@ -110,7 +110,8 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor in this reader's dtype, or in `dtype`. Raises CheckpointError."""
         if name not in self._files:
             raise CheckpointError(f"tensor {name} is missing, expected shape {list(shape)}")
         stored = self._files[name].get_slice(name)
@@ -125,14 +126,16 @@ class Weights:
             )
         self._taken.add(name)
         tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(self.dtype)
+        return tensor.to(dtype or self.dtype)
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raises for tensors that the model did not take (`ignored`: endings known to be
-        redundant).
+    def finish(self, ignored: tuple[str, ...] = (), beginnings: tuple[str, ...] = ()) -> None:
+        """Raises for tensors that the model did not take (`ignored`: endings known to be redundant;
+        `beginnings`: of parts that the model has no use for).
         """
         extra = sorted(
-            name for name in set(self._files) - self._taken if not name.endswith(ignored or "\0")
+            name
+            for name in set(self._files) - self._taken
+            if not name.endswith(ignored) and not name.startswith(beginnings)
         )
         if extra:
             raise CheckpointError(f"{len(extra)} tensors are not part of the model: {extra[:8]}")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from engine.attention.mode import LayerMode as LayerMode
-from engine.kv.cache import KVCache
+from engine.kv.cache import PagedCache
 from engine.kv.pool import PageTable
 
 
@@ -37,8 +37,9 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     rows_independent: bool
+    cache: PagedCache
 
-    def __init__(self, cache: KVCache, query_heads: int, modes: Sequence[LayerMode]) -> None:
+    def __init__(self, cache: PagedCache, query_heads: int, modes: Sequence[LayerMode]) -> None:
         self.cache, self.query_heads, self.modes = cache, query_heads, tuple(modes)
 
     @abstractmethod
@@ -48,4 +49,8 @@ class AttentionBackend(ABC):
     @abstractmethod
     def run(self, plan: Any, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [rows, query_heads, head_dim] -> [rows, query_heads, head_dim], softmax scale
-        1/sqrt(head_dim)."""
+        1/sqrt(head_dim).
+
+        Over latent KV: q [rows, query_heads, rank + rope] -> [rows, query_heads, rank], with the
+        scale that the backend was made with.
+        """

@@ -12,12 +12,12 @@ from engine.attention.capabilities import Kind
 from engine.attention.cpu_attn import CpuAttention
 from engine.attention.devices import DeviceProfile
 from engine.attention.mode import LayerMode
-from engine.attention.request import AttentionShape, Request
+from engine.attention.request import AttentionShape, Latent, Request
 from engine.attention.resolution import Resolution
 from engine.attention.resolve import resolve
-from engine.attention.torch_sdpa import TorchSdpa
+from engine.attention.torch_sdpa import TorchMla, TorchSdpa
 from engine.kernels.cpu import ops
-from engine.kv.cache import KVCache
+from engine.kv.cache import KVCache, PagedCache
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +51,24 @@ def resolve_attention(
     head_dim: int,
     modes: Sequence[LayerMode],
     native: bool,
+    latent: Latent | None = None,
     role: Literal["target", "draft"] = "target",
     method: str = "",
     query_tokens: int = 1,
 ) -> Resolution:
     """Resolves before any weight is read. Raises AttentionRefused with every candidate's reasons.
 
-    Activations are fp32 on the CPU, so that is what `kv_dtype` auto becomes.
+    With `latent` attention `head_dim` is what is cached. Activations are fp32 on the CPU, so that is what `kv_dtype` auto becomes.
     """
     shape = AttentionShape(
         name="",
-        kind=Kind.MHA,
+        kind=Kind.MLA if latent else Kind.MHA,
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_dim,
         modes=tuple(modes),
         dtype="float32",
+        latent=latent,
     )
     request = Request(
         shape=shape,
@@ -82,17 +84,19 @@ def resolve_attention(
     return resolve(request, cpu_device(native))
 
 
-def make_backend(resolution: Resolution, cache: KVCache, bucket: int = 0) -> AttentionBackend:
+def make_backend(resolution: Resolution, cache: PagedCache, bucket: int = 0) -> AttentionBackend:
     """Builds what was resolved over a cache of that geometry; BackendUnavailable where the memory
-    allocated disagrees with it. `bucket` is the KV bucket of TORCH_SDPA, 0 for none.
+    allocated disagrees with it. `bucket` is the KV bucket of the torch backends, 0 for none.
     """
-    tensors = (*cache.k, *cache.v)
-    allocated = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    resolution.geometry.check_allocated(cache.page_count, allocated)
+    resolution.geometry.check_allocated(cache.page_count, cache.allocated_bytes)
     for line in resolution.lines():
         log.info("%s", line)
     shape = resolution.request.shape
+    if resolution.chosen == TorchMla.name:
+        assert shape.latent is not None
+        return TorchMla(cache, shape.heads, shape.modes, bucket, shape.latent.scale)
     if resolution.chosen == CpuAttention.name:
+        assert isinstance(cache, KVCache)
         return CpuAttention(cache, shape.heads, shape.modes)
     assert resolution.chosen == TorchSdpa.name, resolution.chosen
     return TorchSdpa(cache, shape.heads, shape.modes, bucket)

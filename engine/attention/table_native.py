@@ -1,4 +1,4 @@
-"""Our own backends. Both are also the truth of tests; neither was ever run on a GPU by us."""
+"""Our own backends. The torch ones are also the truth of tests; none was ever run on a GPU by us."""
 
 from __future__ import annotations
 
@@ -32,4 +32,20 @@ TORCH_SDPA = Backend(
     note="the plain reference: any head size, any page size",
 )
 
-ROWS = (CPU_ATTN, TORCH_SDPA)
+TORCH_MLA = Backend(
+    name="TORCH_MLA",
+    kinds=(Kind.MLA,),
+    on=(CPU,),
+    dtypes=("float32",),
+    kv=(
+        KvRule(("auto", "float32", "bfloat16")),
+        KvRule(("fp8", "fp8_ds_mla"), stored="fp8_ds_mla"),
+    ),
+    pages=(Sizes(),),
+    non_causal=True,
+    window=True,
+    implemented=True,
+    note="the plain reference of latent attention: any rank, any page size",
+)
+
+ROWS = (CPU_ATTN, TORCH_SDPA, TORCH_MLA)

@@ -62,6 +62,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Latent attention with ranks and widths that are no powers of two; every head has its keys.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 36,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+CASES |= {
+    "deepseek_v2-dense": ("deepseek_v2", LATENT | {"first_k_dense_replace": 4, "mlp_bias": True}),
+    "deepseek_v2-q-rank": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": 28, "attention_bias": True, "first_k_dense_replace": 4},
+    ),
+    "deepseek_v2-experts": (
+        "deepseek_v2",
+        LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+    ),
+    "deepseek_v2-groups-yarn": (
+        "deepseek_v2",
+        LATENT
+        | {"first_k_dense_replace": 2, "topk_method": "group_limited_greedy", "n_group": 4}
+        | {"topk_group": 2, "attention_bias": True, "rope_parameters": YARN},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | {"q_lora_rank": 28, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+        | {"attention_bias": True, "rope_parameters": YARN},
+    ),
+    "deepseek_v3-half-split": (
+        "deepseek_v3",
+        LATENT
+        | {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+        | {"first_k_dense_replace": 0, "n_shared_experts": 2},
+    ),
+}
+
+
 @pytest.fixture(
     scope="module",
     params=[(case, kernels) for case in CASES for kernels in KERNELS],

@@ -47,6 +47,9 @@ def write_model(directory: Path, family: str, **overrides: Any) -> PreTrainedMod
             parameter.data.uniform_(0.5, 1.5)
         elif name.endswith("bias"):
             parameter.data.normal_(std=0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(std=0.5)
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     return model
