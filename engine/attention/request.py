@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -64,7 +65,7 @@ class Latent:
 
     @property
     def scale(self) -> float:
-        return (self.nope + self.rope) ** -0.5 * self.softmax_factor
+        return self.softmax_factor / math.sqrt(self.nope + self.rope)
 
 
 @dataclass(frozen=True, slots=True)

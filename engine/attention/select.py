@@ -58,7 +58,8 @@ def resolve_attention(
 ) -> Resolution:
     """Resolves before any weight is read. Raises AttentionRefused with every candidate's reasons.
 
-    With `latent` attention `head_dim` is what is cached. Activations are fp32 on the CPU, so that is what `kv_dtype` auto becomes.
+    With `latent` attention `head_dim` is what is cached. Activations are fp32 on the CPU, so that
+    is what `kv_dtype` auto becomes.
     """
     shape = AttentionShape(
         name="",

@@ -1,4 +1,4 @@
-"""Our own backends. The torch ones are also the truth of tests; none was ever run on a GPU by us."""
+"""Our own backends. Those in torch are the truth of tests; none was ever run on a GPU by us."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Experts:
         weights, chosen = route(self._c, self._gate(x), self._bias)
         out = self._shared(x)
         whole = x.shape[0] <= _SHORT_ROWS and not self._gate.rows_independent
-        for index in chosen.unique().tolist():
+        for index in sorted(set(chosen.flatten().tolist())):
             share = torch.where(chosen == index, weights, 0.0).sum(-1, keepdim=True)
             expert = self._experts[index]
             if whole:

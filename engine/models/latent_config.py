@@ -121,9 +121,9 @@ def _groups(
     config: Mapping[str, Any], count: int, scoring: Literal["softmax", "sigmoid"]
 ) -> tuple[int, int]:
     """Groups of experts, and how many of them a row may choose from."""
-    default, known = "noaux_tc", ("noaux_tc",)
+    default, known = "noaux_tc", ["noaux_tc"]
     if scoring == "softmax":
-        default, known = "greedy", ("greedy", "group_limited_greedy")
+        default, known = "greedy", ["greedy", "group_limited_greedy"]
     method = config.get("topk_method") or default
     if method not in known:
         raise refuse("topk_method", method, ", ".join(known))

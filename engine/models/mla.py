@@ -67,9 +67,9 @@ class LatentProjections:
         bias: bool = False,
     ) -> None:
         self.c, self.heads, self._kernels = c, heads, kernels
-        per_head = c.nope + c.rope
+        query_width = c.nope + c.rope
         first = "q_proj" if c.q_rank is None else "q_a_proj"
-        rows = heads * per_head if c.q_rank is None else c.q_rank
+        rows = heads * query_width if c.q_rank is None else c.q_rank
         down, offset = take_down(weights, prefix, c, hidden, bias)
         query = weights.take(f"{prefix}.{first}.weight", rows, hidden)
         if c.q_rank is None:
@@ -85,13 +85,13 @@ class LatentProjections:
         self._up: Linear | None = None
         if c.q_rank is not None:
             self._q_norm = norm_weight(weights, f"{prefix}.q_a_layernorm.weight", c.q_rank)
-            up = weights.take(f"{prefix}.q_b_proj.weight", heads * per_head, c.q_rank)
+            up = weights.take(f"{prefix}.q_b_proj.weight", heads * query_width, c.q_rank)
             self._up = pack_linear(self._half_split_heads(up), kernels.mode)
         self._kv_norm = norm_weight(weights, f"{prefix}.kv_a_layernorm.weight", c.rank)
         both = weights.take(f"{prefix}.kv_b_proj.weight", heads * (c.nope + c.value), c.rank)
-        up_k, up_v = both.view(heads, c.nope + c.value, c.rank).split((c.nope, c.value), dim=1)
-        self._absorb_k = HeadProducts(up_k)
-        self._absorb_v = HeadProducts(up_v.transpose(1, 2))
+        per_head = both.view(heads, c.nope + c.value, c.rank)
+        self._absorb_k = HeadProducts(per_head[:, : c.nope])
+        self._absorb_v = HeadProducts(per_head[:, c.nope :].transpose(1, 2))
         out = weights.take(f"{prefix}.o_proj.weight", hidden, heads * c.value)
         out_bias = weights.take(f"{prefix}.o_proj.bias", hidden) if bias else None
         self._out = pack_linear(out, kernels.mode, out_bias)

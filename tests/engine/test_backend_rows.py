@@ -381,8 +381,9 @@ def test_bytes_a_token_of_public_models() -> None:
 def test_tables_are_complete() -> None:
     """Every row can be reached by name, every quirk names a row and where it is public."""
     vllm, native = table_for("vllm"), table_for("native")
-    assert len(vllm) == 24 and set(native) == {*vllm, "TORCH_SDPA"}
-    assert [name for name, row in native.items() if row.implemented] == ["CPU_ATTN", "TORCH_SDPA"]
+    assert len(vllm) == 24 and set(native) == {*vllm, "TORCH_SDPA", "TORCH_MLA"}
+    implemented = [name for name, row in native.items() if row.implemented]
+    assert implemented == ["CPU_ATTN", "TORCH_SDPA", "TORCH_MLA"]
     assert not any(row.ran_on_gpu for row in native.values())
     for quirk in QUIRKS:
         assert quirk.backend in vllm and quirk.reference and quirk.text
