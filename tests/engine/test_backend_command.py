@@ -130,6 +130,7 @@ def asked(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
         ("qwen3", "sm90", "FLASH_ATTN", 4096),
         ("qwen3", "sm120", "FLASH_ATTN", 4096),
         ("qwen3", "cpu", "CPU_ATTN", 8192),
+        ("mla", "cpu", "TORCH_MLA", 2304),
         ("mla", "sm90", "FLASH_ATTN_MLA", 1152),
         ("mla", "sm100", "FLASHINFER_MLA", 1152),
         ("mla", "sm121", "TRITON_MLA", 1152),
