@@ -62,7 +62,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class PagedCache(ABC):
-    """The memory of one KV group, checked against its geometry."""
+    """The memory of one KV group, `data`, checked against its geometry."""
 
     geometry: CacheGeometry
 
@@ -75,18 +75,18 @@ class PagedCache(ABC):
         device: torch.device | str,
     ) -> None:
         self.geometry, self.page_count = geometry, page_count
-        self._data = zeros(shape, dtype, torch.device(device))
+        self.data = zeros(shape, dtype, torch.device(device))
         expected = geometry.bytes_per_token * geometry.page_tokens * page_count
         allocated = self.allocated_bytes
         assert allocated == expected, f"allocated {allocated} bytes, geometry says {expected}"
 
     @property
     def allocated_bytes(self) -> int:
-        return self._data.numel() * self._data.element_size()
+        return self.data.numel() * self.data.element_size()
 
     @property
     def device(self) -> torch.device:
-        return self._data.device
+        return self.data.device
 
     @abstractmethod
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +99,9 @@ class PagedCache(ABC):
 
 
 class KVCache(PagedCache):
-    """Tensors of one KV group: `k[layer]` and `v[layer]` are [pages, page_tokens, kv_heads,
-    head_dim]."""
+    """Tensors of one KV group: `data` [layers, 2, pages, page_tokens, kv_heads, head_dim] and its
+    parts `k[layer]` and `v[layer]`.
+    """
 
     geometry: KVGeometry
 
@@ -110,8 +111,8 @@ class KVCache(PagedCache):
         token = (geometry.page_tokens, geometry.kv_heads, geometry.head_dim)
         shape = (geometry.layers, 2, page_count, *token)
         super().__init__(geometry, page_count, shape, geometry.dtype, device)
-        self.k = [self._data[layer, 0] for layer in range(geometry.layers)]
-        self.v = [self._data[layer, 1] for layer in range(geometry.layers)]
+        self.k = [self.data[layer, 0] for layer in range(geometry.layers)]
+        self.v = [self.data[layer, 1] for layer in range(geometry.layers)]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores k, v [rows, kv_heads, head_dim] at flat slots [rows] (int64)."""
@@ -122,4 +123,4 @@ class KVCache(PagedCache):
         return self.k[layer][pages].flatten(0, 1), self.v[layer][pages].flatten(0, 1)
 
     def copy_page(self, source: int, to: int) -> None:
-        self._data[:, :, to] = self._data[:, :, source]
+        self.data[:, :, to] = self.data[:, :, source]

@@ -128,7 +128,7 @@ class LatentCache(PagedCache):
         last = geometry.token_bytes // dtype.itemsize
         shape = (geometry.layers, page_count, geometry.page_tokens, last)
         super().__init__(geometry, page_count, shape, dtype, device)
-        self.latent = [self._data[layer] for layer in range(geometry.layers)]
+        self.latent = [self.data[layer] for layer in range(geometry.layers)]
 
     def write(self, layer: int, latent: Tensor, slots: Tensor) -> None:
         """Stores float [rows, width] at flat slots [rows] (int64)."""
@@ -146,4 +146,4 @@ class LatentCache(PagedCache):
         return keys, keys[..., : self.geometry.rank]
 
     def copy_page(self, source: int, to: int) -> None:
-        self._data[:, to] = self._data[:, source]
+        self.data[:, to] = self.data[:, source]

@@ -13,8 +13,8 @@ from engine.attention.base import AttentionBackend
 from engine.kv.latent import LatentCache
 from engine.models.config import ModelConfig
 from engine.models.experts import Experts
-from engine.models.layers import Kernels, Mlp, Rows, norm_weight
-from engine.models.llama import load_head
+from engine.models.layers import Kernels, Mlp, RopeTables, Rows, norm_weight
+from engine.models.llama import Taps, load_head
 from engine.models.mla import LatentProjections
 from engine.models.rope import rope_tables
 from engine.weights import Weights
@@ -65,7 +65,8 @@ class DeepseekModel:
         self.norm = norm_weight(weights, "model.norm.weight", c.hidden_size)
         behind = range(c.layer_count, c.layer_count + c.unread_layers)
         weights.finish(_REDUNDANT, tuple(f"model.layers.{index}." for index in behind))
-        self.cos, self.sin = rope_tables(c.rope, c.latent.rope, max_length + padding, max_length)
+        cos, sin = rope_tables(c.rope, c.latent.rope, max_length + padding, max_length)
+        self.rope = RopeTables(cos.to(weights.device), sin.to(weights.device))
 
     @property
     def uncapturable(self) -> str:
@@ -84,18 +85,35 @@ class DeepseekModel:
         tap_rows: Tensor | None = None,
     ) -> Tensor | None:
         """As `LlamaModel.forward`: runs the rows and writes their KV."""
-        eps, hidden = self.config.rms_eps, self.config.hidden_size
-        cos, sin = self.cos[rows.positions], self.sin[rows.positions]
-        residual = self.embedding[rows.ids].float()
-        x = self.kernels.rms_norm(residual, self.layers[0].norm, eps)
+        run, eps = self.kernels, self.config.rms_eps
+        cos, sin = self.rope.cos[rows.positions], self.rope.sin[rows.positions]
+        residual = run.embed(rows.ids, self.embedding)
+        tapped = Taps(taps, tap_rows, residual)
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            queries, latent = layer.attention.project(x, cos, sin)
+            attention = layer.attention
+            down = run.norm_linear(residual, delta, layer.norm, eps, attention.down)
+            tapped.take(index - 1)
+            queries, latent = attention.project(down, cos, sin)
             cache.write(index, latent, rows.slots)
-            attended = layer.attention.output(backend.run(rows.plan, index, queries))
-            x = layer.mlp(self.kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps))
-            following = self.layers[index + 1].norm if index + 1 < len(self.layers) else self.norm
-            x = self.kernels.add_rms_norm(x, residual, following, eps)
-            if tap_rows is not None and index in taps:
-                column = taps.index(index) * hidden
-                tap_rows[:, column : column + hidden] = residual
-        return None if draw_rows is None else self.head(x[draw_rows])
+            found = attention.values(backend.run(rows.plan, index, queries))
+            delta = run.linear_add(found, attention.out, residual)
+            delta = self._mlp(layer, residual, delta)
+        logits = None
+        if draw_rows is not None:
+            logits = run.head(residual, delta, self.norm, eps, self.head, draw_rows)
+        elif delta is not None:
+            residual += delta
+        tapped.take(len(self.layers) - 1)
+        return logits
+
+    def _mlp(self, layer: DeepseekLayer, residual: Tensor, delta: Tensor | None) -> Tensor | None:
+        run, eps, weight = self.kernels, self.config.rms_eps, layer.mlp_norm
+        if isinstance(layer.mlp, Experts):
+            return layer.mlp(run.norm(residual, delta, weight, eps))
+        inner = run.norm_gated(residual, delta, weight, eps, layer.mlp.gate_up)
+        return run.linear_add(inner, layer.mlp.down, residual)
+
+    def logits_of(self, outputs: Tensor) -> Tensor:
+        """fp32 logits of outputs of the last layer, fp32 [rows, hidden]."""
+        return self.kernels.head(outputs, None, self.norm, self.config.rms_eps, self.head, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.linear import pack_linear
 from engine.models.latent_config import ExpertsConfig
 from engine.models.layers import Kernels, Mlp
 from engine.weights import Weights
@@ -49,7 +48,7 @@ class Experts:
         # The choice is made in fp32: half a bit of a score may send a row elsewhere.
         exact = torch.float32
         gate = weights.take(f"{prefix}.gate.weight", c.count, hidden, dtype=exact)
-        self._gate = pack_linear(gate, kernels.mode)
+        self._gate = kernels.pack(gate)
         self._bias: Tensor | None = None
         if c.scoring == "sigmoid":
             name = f"{prefix}.gate.e_score_correction_bias"

@@ -44,6 +44,8 @@ class Model(Protocol):
         tap_rows: Tensor | None = None,
     ) -> Tensor | None: ...
 
+    def logits_of(self, outputs: Tensor) -> Tensor: ...
+
 
 def latent_of(config: ModelConfig) -> Latent | None:
     """The attention's dimensions for the resolver, where it is latent."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.reference import rotate_ref
-from engine.linear import Linear, pack_linear
+from engine.linear import Linear
 from engine.models.latent_config import LatentConfig
 from engine.models.layers import Kernels, norm_weight
 from engine.weights import Weights
@@ -54,7 +54,8 @@ def take_down(
 
 
 class LatentProjections:
-    """Everything of an attention layer but the attention itself."""
+    """Everything of an attention layer but the attention itself: `down` of the normed stream, then
+    `project`; attention; `values`, then `out`."""
 
     def __init__(
         self,
@@ -80,13 +81,13 @@ class LatentProjections:
             own = weights.take(f"{prefix}.q_a_proj.bias", rows) if named else query.new_zeros(rows)
             offsets = torch.cat((own, offset))
         # One product for all that is made of the same rows.
-        self._down = pack_linear(torch.cat((query, down)), kernels.mode, offsets)
+        self.down = kernels.pack(torch.cat((query, down)), offsets)
         self._query_rows = rows
         self._up: Linear | None = None
         if c.q_rank is not None:
             self._q_norm = norm_weight(weights, f"{prefix}.q_a_layernorm.weight", c.q_rank)
             up = weights.take(f"{prefix}.q_b_proj.weight", heads * query_width, c.q_rank)
-            self._up = pack_linear(self._half_split_heads(up), kernels.mode)
+            self._up = kernels.pack(self._half_split_heads(up))
         self._kv_norm = norm_weight(weights, f"{prefix}.kv_a_layernorm.weight", c.rank)
         both = weights.take(f"{prefix}.kv_b_proj.weight", heads * (c.nope + c.value), c.rank)
         per_head = both.view(heads, c.nope + c.value, c.rank)
@@ -94,7 +95,7 @@ class LatentProjections:
         self._absorb_v = HeadProducts(per_head[:, c.nope :].transpose(1, 2))
         out = weights.take(f"{prefix}.o_proj.weight", hidden, heads * c.value)
         out_bias = weights.take(f"{prefix}.o_proj.bias", hidden) if bias else None
-        self._out = pack_linear(out, kernels.mode, out_bias)
+        self.out = kernels.pack(out, out_bias)
 
     def _half_split_heads(self, weight: Tensor) -> Tensor:
         if not self.c.interleaved:
@@ -102,10 +103,9 @@ class LatentProjections:
         heads = weight.view(self.heads, -1, weight.shape[1])
         return torch.cat([half_split(head, self.c.rope) for head in heads])
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows x [rows, hidden], and cos and sin [rows, rope / 2] of their positions -> queries in
-        the latent space [rows, heads, width], and what to cache [rows, width]."""
-        down = self._down(x)
+    def project(self, down: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """What `down` gave for the rows, and cos and sin [rows, rope / 2] of their positions ->
+        queries in the latent space [rows, heads, width], and what to cache [rows, width]."""
         q = down[:, : self._query_rows]
         if self._up is not None:
             q = self._up(self._kernels.rms_norm(q.contiguous(), self._q_norm, _EPS))
@@ -121,6 +121,6 @@ class LatentProjections:
         turned = rotate_ref(down[:, None, self.c.rank :], cos, sin)
         return torch.cat((normed, turned[:, 0]), dim=-1)
 
-    def output(self, attended: Tensor) -> Tensor:
-        """What the heads found, [rows, heads, rank] -> [rows, hidden]."""
-        return self._out(self._absorb_v(attended).flatten(1))
+    def values(self, attended: Tensor) -> Tensor:
+        """What the heads found, [rows, heads, rank] -> the input of `out` [rows, heads * value]."""
+        return self._absorb_v(attended).flatten(1)
