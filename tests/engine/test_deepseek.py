@@ -59,9 +59,7 @@ EXPERTS = LATENT | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
         (V3, {"rope_scaling": YARN | {"mscale_all_dim": "1"}}, "mscale_all_dim"),
     ],
 )
-def test_config_refuses_by_name(
-    config: dict[str, Any], change: dict[str, Any], named: str
-) -> None:
+def test_config_refuses_by_name(config: dict[str, Any], change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         from_hf(config | change)
 
