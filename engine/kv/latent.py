@@ -91,15 +91,15 @@ def split_fp8(packed: Tensor, rank: int, rope: int) -> Parts:
 
 
 def pack_fp8(latent: Tensor, rank: int, rope: int) -> Tensor:
-    """Float [rows, rank + rope] -> uint8 [rows, token_bytes]. A scale is the group's largest
-    magnitude over 448."""
+    """Float [rows, rank + rope] -> uint8 [rows, token_bytes]. A scale is the power of two at or
+    above the group's largest magnitude over 448, so that bf16 holds what is read without loss."""
     rows, groups = latent.shape[0], _groups(rank)
     packed = latent.new_zeros((rows, fp8_ds_mla_bytes(rank, rope)), dtype=torch.uint8)
     parts = split_fp8(packed, rank, rope)
     values = latent.new_zeros((rows, groups * _GROUP), dtype=torch.float32)
     values[:, :rank] = latent[:, :rank]
     grouped = values.view(rows, groups, _GROUP)
-    scales = grouped.abs().amax(-1).clamp_min(1e-12) / _FP8_MAX
+    scales = (grouped.abs().amax(-1).clamp_min(1e-12) / _FP8_MAX).log2().ceil().exp2()
     scaled = (grouped / scales[..., None]).clamp(-_FP8_MAX, _FP8_MAX).flatten(1)[:, :rank]
     parts.values.copy_(scaled.to(torch.float8_e4m3fn))
     parts.scales.copy_(scales)

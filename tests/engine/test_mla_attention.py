@@ -16,6 +16,7 @@ from engine.attention.select import AttentionOptions, make_backend, resolve_atte
 from engine.errors import BackendUnavailable
 from engine.kv.latent import LatentCache, LatentGeometry
 from engine.kv.pool import PagePool
+from tests.engine import interpreted
 
 MODES = [
     LayerMode(),
@@ -120,3 +121,16 @@ def test_dense_backends_name_why_not_latent_ones() -> None:
             modes=MODES,
             native=True,
         )
+
+
+CHECKS = [
+    "check_all_modes_match_fp64",
+    "check_layouts",
+    "check_rows_stand_alone",
+    "check_words_are_refilled",
+]
+
+
+def test_triton_kernels_under_the_interpreter() -> None:
+    outcomes = interpreted.run("tests.engine.mla_checks")
+    assert outcomes == dict.fromkeys(CHECKS, "")
