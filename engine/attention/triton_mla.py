@@ -20,7 +20,8 @@ from engine.attention.triton_attn import TritonPaged, TritonPlan, padded
 from engine.kv.latent import LatentCache, split_fp8
 
 _HALF = (torch.float16, torch.bfloat16)
-_PIPELINED_BYTES = 160 << 10  # shared memory for queries and several units of 576 values
+# Capabilities with shared memory for queries and several units of 576 values.
+_LARGE_SHARED = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 def latent_tiles(heads: int, half: bool, device: torch.device) -> Tiles:
@@ -29,9 +30,8 @@ def latent_tiles(heads: int, half: bool, device: torch.device) -> Tiles:
         return Tiles(16, 16, 16, 8, 1)
     stages = 1
     if device.type == "cuda":
-        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         # The page ids take up one of three: a unit is on its way while another is worked on.
-        stages = 3 if shared >= _PIPELINED_BYTES else 1
+        stages = 3 if torch.cuda.get_device_capability(device) in _LARGE_SHARED else 1
     return Tiles(32 if heads >= 16 else 16, 32, 16, 8, stages)
 
 
