@@ -79,9 +79,7 @@ class DeviceAttention(AttentionBackend):
         """Writes a step into host words [words(...)]; pure host work from lengths and pages."""
 
     @abstractmethod
-    def view(
-        self, words: torch.Tensor, span_capacity: int, pages_per_span: int, width: int
-    ) -> Any:
+    def view(self, words: torch.Tensor, span_capacity: int, pages_per_span: int, width: int) -> Any:
         """The plan made of device words (int32, as many as were filled). `width` > 0: every span
         has that many rows, or none; 0: any."""
 

@@ -168,5 +168,3 @@ class TritonAttention(DeviceAttention):
         while rows > 2 and plan.tiles * heads * (self.tiles.rows // rows) < 4 * self._processors:
             rows //= 2
         return rows
-
-
