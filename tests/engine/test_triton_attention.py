@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -78,14 +79,13 @@ def test_every_key_is_shared_out_once(seed: int) -> None:
     wanted = {(i, t) for i, s in enumerate(spans) for t in range(schedule.tiles_of(s.row_count))}
     assert set(covered) == wanted
     chunk = tiles.keys * tiles.chunk
-    several = {first_row: s for first_row, s in enumerate(spans)}
     by_base = {(record[0], record[1]): record for record in ended}
     slots: list[int] = []
     for (index, tile), parts in covered.items():
-        span, parts = several[index], sorted(parts)
+        span, parts = spans[index], sorted(parts)
         end = span.start + span.row_count
         assert parts[0][0] == 0 and parts[-1][1] >= end > parts[-1][0]
-        assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
         if len(parts) == 1:
             assert parts[0][2] == -1
             whole = schedule.whole(capacity, width, pages * 16, records)
