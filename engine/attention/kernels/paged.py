@@ -124,14 +124,14 @@ def _attend(
             inside = (key >= begin) & (key < end)
             page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
             place = page * stride_page + (key % PAGE) * stride_token + head * D
-            k_mask = inside[None, :] & (d[:, None] < D)
-            v_mask = inside[:, None] & (d[None, :] < D)
-            k = tl.load(k_cache + place[None, :] + d[:, None], mask=k_mask, other=0.0)
-            v = tl.load(v_cache + place[:, None] + d[None, :], mask=v_mask, other=0.0)
+            place = place[:, None] + d[None, :]
+            mask = inside[:, None] & (d[None, :] < D)
+            k = tl.load(k_cache + place, mask=mask, other=0.0)
+            v = tl.load(v_cache + place, mask=mask, other=0.0)
             if HALF:
                 k = k.to(query.dtype)
                 v = v.to(query.dtype)
-            s = _dot(query, k, IEEE)
+            s = _dot(query, tl.trans(k), IEEE)
             seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
             s = tl.where(seen, s * scale, float("-inf"))
             unit_m = tl.max(s, 1)

@@ -41,11 +41,12 @@ def tiles_for(group: int, head_dim: int, half: bool) -> Tiles:
     if not half:
         return Tiles(16, 64 if head_dim <= 64 else 32, 16, 4, 2)
     rows = 16 if group <= 2 else 32
+    # With five stages two units of keys are on their way: the page ids take up the other stages.
     if head_dim <= 64:
-        return Tiles(rows, 128, 8, 4, 3)
+        return Tiles(rows, 128, 8, 4, 5)
     if head_dim <= 128:
-        return Tiles(rows, 64, 16, 4, 3)
-    return Tiles(rows, 64, 8, 8, 2)
+        return Tiles(rows, 64, 16, 4, 5)
+    return Tiles(rows, 64, 8, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
