@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from engine.attention.base import AttentionBackend
 from engine.attention.capabilities import Kind
 from engine.attention.cpu_attn import CpuAttention
 from engine.attention.devices import DeviceProfile
 from engine.attention.mode import LayerMode
-from engine.attention.request import AttentionShape, Latent, Request
+from engine.attention.request import AttentionShape, Latent, Request, dtype_name
 from engine.attention.resolution import Resolution
 from engine.attention.resolve import resolve
 from engine.attention.torch_sdpa import TorchMla, TorchSdpa
 from engine.kernels.cpu import ops
 from engine.kv.cache import KVCache, PagedCache
+from engine.kv.latent import LatentCache
 
 log = logging.getLogger(__name__)
+_TRITON_MLA = "TRITON_MLA"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,10 @@ def cpu_device(native: bool) -> DeviceProfile:
         missing = "native kernels are switched off for this service"
     elif not ops.available():
         missing = ops.unavailable_reason()
-    unavailable = ((CpuAttention.name, missing),) if missing else ()
-    return DeviceProfile("cpu", simulated=False, unavailable=unavailable)
+    unavailable = [(CpuAttention.name, missing)] if missing else []
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        unavailable.append((_TRITON_MLA, "runs on a CPU only with TRITON_INTERPRET=1"))
+    return DeviceProfile("cpu", simulated=False, unavailable=tuple(unavailable))
 
 
 def resolve_attention(
@@ -93,9 +100,15 @@ def make_backend(resolution: Resolution, cache: PagedCache, bucket: int = 0) -> 
     for line in resolution.lines():
         log.info("%s", line)
     shape = resolution.request.shape
-    if resolution.chosen == TorchMla.name:
-        assert shape.latent is not None
-        return TorchMla(cache, shape.heads, shape.modes, bucket, shape.latent.scale)
+    if shape.latent is not None:
+        scale = shape.latent.scale
+        if resolution.chosen == TorchMla.name:
+            return TorchMla(cache, shape.heads, shape.modes, bucket, scale)
+        assert resolution.chosen == _TRITON_MLA and isinstance(cache, LatentCache)
+        from engine.attention.triton_mla import TritonMla
+
+        dtype = getattr(torch, dtype_name(shape.dtype))
+        return TritonMla(cache, shape.heads, shape.modes, scale, dtype)
     if resolution.chosen == CpuAttention.name:
         assert isinstance(cache, KVCache)
         return CpuAttention(cache, shape.heads, shape.modes)

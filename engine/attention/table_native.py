@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.attention.capabilities import Backend, Kind, KvRule, Sizes
-from engine.attention.devices import CPU
+from engine.attention.capabilities import Backend, GraphLevel, GraphRule, Kind, KvRule, Sizes
+from engine.attention.devices import ANYWHERE, CPU, SM80_UP, SM89_UP
 
 CPU_ATTN = Backend(
     name="CPU_ATTN",
@@ -35,10 +35,10 @@ TORCH_SDPA = Backend(
 TORCH_MLA = Backend(
     name="TORCH_MLA",
     kinds=(Kind.MLA,),
-    on=(CPU,),
-    dtypes=("float32",),
+    on=ANYWHERE,
+    dtypes=("float32", "float16", "bfloat16"),
     kv=(
-        KvRule(("auto", "float32", "bfloat16")),
+        KvRule(("auto", "float32", "float16", "bfloat16")),
         KvRule(("fp8", "fp8_ds_mla"), stored="fp8_ds_mla"),
     ),
     pages=(Sizes(),),
@@ -48,4 +48,22 @@ TORCH_MLA = Backend(
     note="the plain reference of latent attention: any rank, any page size",
 )
 
-ROWS = (CPU_ATTN, TORCH_SDPA, TORCH_MLA)
+TRITON_MLA = Backend(
+    name="TRITON_MLA",
+    kinds=(Kind.MLA,),
+    on=(CPU, SM80_UP),
+    dtypes=("float32", "float16", "bfloat16"),
+    kv=(
+        KvRule(("auto", "float32", "float16", "bfloat16")),
+        KvRule(("fp8", "fp8_ds_mla"), stored="fp8_ds_mla", on=(CPU, SM89_UP)),
+    ),
+    pages=(Sizes(),),
+    non_causal=True,
+    window=True,
+    lse_base="e",
+    graphs=(GraphRule(GraphLevel.ALWAYS),),
+    implemented=True,
+    note="rows do not depend on the rows beside them; on a CPU only in Triton's interpreter",
+)
+
+ROWS = (CPU_ATTN, TORCH_SDPA, TORCH_MLA, TRITON_MLA)

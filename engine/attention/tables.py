@@ -105,7 +105,11 @@ _ORDERS = (
     Order(("CPU_MLA", "AMX_MLA"), (*_MLA, *_SPARSE), (CPU,)),
     Order(("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4"), _DSV4),
 )
-_NATIVE_ORDERS = (Order(("TORCH_MLA",), _MLA), Order(("CPU_ATTN", "TORCH_SDPA"), tuple(Kind)))
+_NATIVE_ORDERS = (
+    Order(("TORCH_MLA", "TRITON_MLA"), _MLA, (CPU,)),
+    Order(("TRITON_MLA", "TORCH_MLA", "FLASHINFER_MLA"), _MLA),
+    Order(("CPU_ATTN", "TORCH_SDPA"), tuple(Kind)),
+)
 
 
 def order_for(

@@ -5,6 +5,8 @@ test_mla_attention.py, on a GPU by `python -m tests.engine.mla_checks`, which pr
 from __future__ import annotations
 
 import random
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -14,6 +16,7 @@ from engine.attention.mask import attention_ref, gather, key_range
 from engine.attention.triton_mla import TritonMla
 from engine.kv.latent import LatentCache, LatentGeometry
 from engine.kv.pool import PagePool
+from tests.engine.tiny import LATENT, load_tiny, random_ids, run, write_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = [
@@ -150,6 +153,21 @@ def check_words_are_refilled() -> None:
         assert torch.equal(backend.run(view, 0, q), backend.run(backend.plan(moved), 0, q))
 
 
+def check_an_engine_runs_it() -> None:
+    """A DeepSeek model with fp8 pages: the reference's logits, from prompt and block."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = LATENT | {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+        write_model(Path(folder), "deepseek_v2", **options)
+        found = []
+        for name in ("TORCH_MLA", "TRITON_MLA"):
+            engine = load_tiny(Path(folder), attention_backend=name, kv_dtype="fp8")
+            table, ids = engine.allocate(24), random_ids(20)
+            first, _ = run(engine, [(table, ids[:15], 0)])
+            second, _ = run(engine, [(table, ids[15:], 15)])
+            found.append(torch.cat(first + second))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
 def main() -> None:
     """On a GPU: the same, and the sizes of DeepSeek-V2-Lite and V3 with their own tiles."""
     for check in (
@@ -157,6 +175,7 @@ def main() -> None:
         check_layouts,
         check_rows_stand_alone,
         check_words_are_refilled,
+        check_an_engine_runs_it,
     ):
         check()
         print(check.__name__)

@@ -15,8 +15,8 @@ from engine.api import Item, Sampling
 from engine.errors import BackendUnavailable, CheckpointError, SettingRefused
 from engine.models.config import from_hf
 from engine.runner import NativeEngine
-from tests.engine.test_families import LATENT, YARN, close
-from tests.engine.tiny import load_tiny, random_ids, reference, run, write_model
+from tests.engine.test_families import YARN, close
+from tests.engine.tiny import LATENT, load_tiny, random_ids, reference, run, write_model
 
 V2: dict[str, Any] = LATENT | {
     "model_type": "deepseek_v2",

@@ -18,6 +18,7 @@ from engine.runner import NativeEngine
 from tests.engine.tiny import (
     HIDDEN,
     KERNELS,
+    LATENT,
     LAYERS,
     load_tiny,
     random_ids,
@@ -62,18 +63,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Latent attention with ranks and widths that are no powers of two; every head has its keys.
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
-    "moe_intermediate_size": 36,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,

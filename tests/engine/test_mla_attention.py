@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from engine.attention.base import AttentionBackend, LayerMode, Span
+from engine.attention.capabilities import Kind
+from engine.attention.devices import simulated
 from engine.attention.mask import attention_ref
-from engine.attention.request import Latent
+from engine.attention.request import AttentionShape, Latent, Request
 from engine.attention.resolution import Resolution
+from engine.attention.resolve import resolve
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.errors import BackendUnavailable
 from engine.kv.latent import LatentCache, LatentGeometry
@@ -89,8 +92,27 @@ def test_the_scale_is_that_of_the_queries_before_absorption() -> None:
     assert LATENT.scale == pytest.approx(1.3 * 32**-0.5)
 
 
-def test_the_cpu_has_one_backend_for_latent_attention() -> None:
+@pytest.mark.parametrize(
+    ("device", "layout", "chosen", "token_bytes"),
+    [
+        ("sm80", "auto", "TRITON_MLA", 2 * 48),
+        ("sm90", "fp8", "TRITON_MLA", 40 + 4 + 16),
+        ("sm100", "fp8_ds_mla", "TRITON_MLA", 40 + 4 + 16),
+        ("sm80", "fp8", "TORCH_MLA", 40 + 4 + 16),  # Triton converts fp8 from 8.9 on
+        ("sm75", "auto", "TORCH_MLA", 2 * 48),
+    ],
+)
+def test_our_own_engine_on_gpus(device: str, layout: str, chosen: str, token_bytes: int) -> None:
+    shape = AttentionShape("", Kind.MLA, 16, 1, 48, tuple(MODES), "bfloat16", latent=LATENT)
+    found = resolve(Request(shape, kv_dtype=layout, engine="native"), simulated(device))
+    assert (found.chosen, found.geometry.token_bytes) == (chosen, token_bytes)
+    missing = next(c for c in found.candidates if c.name == "FLASHINFER_MLA")
+    assert "not implemented by the native engine" in missing.reasons
+
+
+def test_the_cpu_runs_the_reference() -> None:
     found = resolved()
+    assert "only with TRITON_INTERPRET=1" in str(found.candidates)
     assert (found.chosen, found.geometry.dtype) == ("TORCH_MLA", "float32")
     assert resolved(layout="fp8").geometry.dtype == "fp8_ds_mla"
     assert resolved(layout="fp8_ds_mla").geometry.token_bytes == 40 + 4 + 16
@@ -128,6 +150,7 @@ CHECKS = [
     "check_layouts",
     "check_rows_stand_alone",
     "check_words_are_refilled",
+    "check_an_engine_runs_it",
 ]
 
 

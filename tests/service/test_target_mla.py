@@ -13,8 +13,7 @@ from specwire.v1 import target_pb2
 from target_svc.engines.native import load_native
 from target_svc.info import info_response
 from target_svc.settings import TargetSettings
-from tests.engine.test_families import LATENT
-from tests.engine.tiny import load_tiny, random_ids, reference, write_model
+from tests.engine.tiny import LATENT, load_tiny, random_ids, reference, write_model
 from tests.service.target_harness import open_target, target, verify
 from tests.service.test_target_same_bits import generate, prompts
 
