@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from engine.attention.base import AttentionBackend
 from engine.attention.capabilities import Kind
@@ -16,6 +20,7 @@ from engine.attention.request import AttentionShape, Request
 from engine.attention.resolution import Resolution
 from engine.attention.resolve import resolve
 from engine.attention.torch_sdpa import TorchSdpa
+from engine.errors import BackendUnavailable
 from engine.kernels.cpu import ops
 from engine.kv.cache import KVCache
 
@@ -39,8 +44,33 @@ def cpu_device(native: bool) -> DeviceProfile:
         missing = "native kernels are switched off for this service"
     elif not ops.available():
         missing = ops.unavailable_reason()
-    unavailable = ((CpuAttention.name, missing),) if missing else ()
-    return DeviceProfile("cpu", simulated=False, unavailable=unavailable)
+    unavailable = [(CpuAttention.name, missing)] if missing else []
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        unavailable.append(("TRITON_ATTN", "no GPU, and TRITON_INTERPRET=1 is not set"))
+    elif importlib.util.find_spec("triton") is None:
+        unavailable.append(("TRITON_ATTN", "the package triton is not installed"))
+    return DeviceProfile("cpu", simulated=False, unavailable=tuple(unavailable))
+
+
+def cuda_device(index: int | None = None) -> DeviceProfile:
+    """The GPU with that index, the current one for None. BackendUnavailable without one."""
+    if not torch.cuda.is_available():
+        raise BackendUnavailable("no CUDA device is available to torch")
+    major, minor = torch.cuda.get_device_capability(index)
+    needed = (
+        ("TRITON_ATTN", "triton", "triton"),
+        ("FLASHINFER", "flashinfer", "flashinfer-python"),
+    )
+    unavailable = [
+        (name, f"the package {package} is not installed")
+        for name, module, package in needed
+        if importlib.util.find_spec(module) is None
+    ]
+    if not torch.backends.cuda.is_flash_attention_available():
+        unavailable.append(("FLASH_ATTN", "this build of torch has no FlashAttention kernel"))
+    return DeviceProfile(
+        f"sm{major}{minor}", (major, minor), simulated=False, unavailable=tuple(unavailable)
+    )
 
 
 def resolve_attention(
@@ -54,11 +84,15 @@ def resolve_attention(
     role: Literal["target", "draft"] = "target",
     method: str = "",
     query_tokens: int = 1,
+    device: torch.device | str = "cpu",
 ) -> Resolution:
     """Resolves before any weight is read. Raises AttentionRefused with every candidate's reasons.
 
-    Activations are fp32 on the CPU, so that is what `kv_dtype` auto becomes.
+    Activations are fp32 on the CPU and bf16 on a GPU, so that is what `kv_dtype` auto becomes.
+    `native` matters on the CPU only.
     """
+    where = torch.device(device)
+    on_gpu = where.type == "cuda"
     shape = AttentionShape(
         name="",
         kind=Kind.MHA,
@@ -66,7 +100,7 @@ def resolve_attention(
         kv_heads=kv_heads,
         head_size=head_dim,
         modes=tuple(modes),
-        dtype="float32",
+        dtype="bfloat16" if on_gpu else "float32",
     )
     request = Request(
         shape=shape,
@@ -79,7 +113,7 @@ def resolve_attention(
         graph_mode=options.cuda_graph_mode,
         engine="native",
     )
-    return resolve(request, cpu_device(native))
+    return resolve(request, cuda_device(where.index) if on_gpu else cpu_device(native))
 
 
 def make_backend(resolution: Resolution, cache: KVCache, bucket: int = 0) -> AttentionBackend:
@@ -91,8 +125,55 @@ def make_backend(resolution: Resolution, cache: KVCache, bucket: int = 0) -> Att
     resolution.geometry.check_allocated(cache.page_count, allocated)
     for line in resolution.lines():
         log.info("%s", line)
-    shape = resolution.request.shape
-    if resolution.chosen == CpuAttention.name:
-        return CpuAttention(cache, shape.heads, shape.modes)
-    assert resolution.chosen == TorchSdpa.name, resolution.chosen
-    return TorchSdpa(cache, shape.heads, shape.modes, bucket)
+    return _BUILDERS[resolution.chosen](resolution, cache, bucket)
+
+
+def _cpu(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    return CpuAttention(cache, found.request.shape.heads, found.request.shape.modes)
+
+
+def _sdpa(found: Resolution, cache: KVCache, bucket: int) -> AttentionBackend:
+    return TorchSdpa(cache, found.request.shape.heads, found.request.shape.modes, bucket)
+
+
+# What needs a package, or takes long to import, is imported when it is chosen.
+def _triton(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.triton_attn import TritonAttention
+
+    shape = found.request.shape
+    return TritonAttention(cache, shape.heads, shape.modes, _dtype(shape))
+
+
+def _flashinfer(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.flashinfer_attn import FlashInferAttention
+
+    shape = found.request.shape
+    return FlashInferAttention(cache, shape.heads, shape.modes, _dtype(shape))
+
+
+def _flash(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.flash_attn import FlashAttention
+
+    return FlashAttention(cache, found.request.shape.heads, found.request.shape.modes)
+
+
+def _flex(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.flex_attn import FlexAttention
+
+    return FlexAttention(cache, found.request.shape.heads, found.request.shape.modes)
+
+
+def _dtype(shape: AttentionShape) -> torch.dtype:
+    """The activations'."""
+    known = (torch.float32, torch.float16, torch.bfloat16)
+    return next(dtype for dtype in known if str(dtype) == f"torch.{shape.dtype}")
+
+
+_BUILDERS: dict[str, Callable[[Resolution, KVCache, int], AttentionBackend]] = {
+    "CPU_ATTN": _cpu,
+    "TORCH_SDPA": _sdpa,
+    "TRITON_ATTN": _triton,
+    "FLASHINFER": _flashinfer,
+    "FLASH_ATTN": _flash,
+    "FLEX_ATTENTION": _flex,
+}
