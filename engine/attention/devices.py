@@ -54,7 +54,6 @@ class Range:
 CPU = Range(None)
 ANY_GPU = Range((0, 0))
 SM80_UP = Range((8, 0))
-SM89_UP = Range((8, 9))
 SM90 = Range((9, 0), (9, 9))
 SM100 = Range((10, 0), (10, 9))
 SM12X = Range((12, 0), (12, 9))

@@ -106,8 +106,13 @@ _ORDERS = (
     Order(("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4"), _DSV4),
 )
 _NATIVE_ORDERS = (
-    Order(("TORCH_MLA", "TRITON_MLA"), _MLA, (CPU,)),
-    Order(("TRITON_MLA", "TORCH_MLA", "FLASHINFER_MLA"), _MLA),
+    Order(("TRITON_MLA", "TORCH_MLA", "FLASHINFER_MLA"), _MLA, (ANY_GPU,)),
+    Order(("TORCH_MLA", "TRITON_MLA"), _MLA),
+    Order(
+        ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN", "FLEX_ATTENTION", "TORCH_SDPA"),
+        _MHA,
+        (ANY_GPU,),
+    ),
     Order(("CPU_ATTN", "TORCH_SDPA"), tuple(Kind)),
 )
 
