@@ -89,8 +89,10 @@ def _names(handle: Any) -> list[str]:
 class Weights:
     """Tensors of a checkpoint, read by name and shape. `finish` refuses what nobody asked for."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.dtype, self.device = dtype, torch.device(device)
         self._files: dict[str, Any] = {}
         self._taken: set[str] = set()
         home: dict[str, str] = {}
@@ -113,10 +115,10 @@ class Weights:
         return name in self._files
 
     def take(self, name: str, *shape: int) -> Tensor:
-        return self._read(name, shape, _STORED).to(self.dtype)
+        return self._read(name, shape, _STORED).to(self.device, self.dtype)
 
     def take_integers(self, name: str, *shape: int) -> Tensor:
-        """Ids or flags, as int64."""
+        """Ids or flags, as int64 on the CPU."""
         return self._read(name, shape, _INTEGERS).to(torch.int64)
 
     def _read(self, name: str, shape: tuple[int, ...], known: dict[str, str]) -> Tensor:

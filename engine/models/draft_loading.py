@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from engine.default_model import resolve_model
-from engine.device import use_native
 from engine.errors import CheckpointError
-from engine.linear import Int8Linear, Linear, pack_linear
+from engine.linear import Int8Linear, Linear
 from engine.models.config import from_hf
 from engine.models.dflash import (
     DFlashModel,
     DFlashOptions,
     DraftTables,
     choose_attention,
+    kernels_of,
 )
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_dialects import Target, parse_draft
 from engine.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from engine.models.dspark import DSparkModel
-from engine.models.layers import NATIVE, TORCH
 from engine.weights import MASK_VECTOR, Weights, fingerprint, read_json
 
 _TURNED = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
@@ -82,7 +81,7 @@ class DraftTarget:
 
     def head(self, vocabulary: DraftVocabulary, options: DFlashOptions) -> Linear:
         """The packed head, or the first rows of it."""
-        key = (vocabulary.rows, options.int8_head, use_native(options.kernels))
+        key = (vocabulary.rows, options.int8_head, kernels_of(options).mode)
         if key not in self._heads:
             weight = self.embedding if self.model.tied_head else self._take("lm_head.weight")
             self._heads[key] = _pack_head(vocabulary.pick(weight), options)
@@ -150,16 +149,15 @@ def _tables(
         raise CheckpointError("tensor d2t reorders the head; accepted: with its own lm_head.weight")
     else:
         head = target.head(vocabulary, options)
-    mask = read_mask_vector(checkpoint, config)
+    mask = read_mask_vector(checkpoint, config, draft.device)
     return DraftTables(embedding, head, vocabulary, mask)
 
 
 def _pack_head(weight: Tensor, options: DFlashOptions) -> Linear:
-    mode = (NATIVE if use_native(options.kernels) else TORCH).mode
-    return Int8Linear(weight) if options.int8_head else pack_linear(weight, mode)
+    return Int8Linear(weight) if options.int8_head else kernels_of(options).pack(weight)
 
 
-def read_mask_vector(checkpoint: Path, config: DFlashConfig) -> Tensor | None:
+def read_mask_vector(checkpoint: Path, config: DFlashConfig, device: torch.device) -> Tensor | None:
     """What masked slots are made of, fp32 [hidden], where the checkpoint has a file for it: a
     tensor, or a dict of `embedding` and `mask_token_id`. Nothing in the file is run. Raises
     CheckpointError.
@@ -187,7 +185,7 @@ def read_mask_vector(checkpoint: Path, config: DFlashConfig) -> Tensor | None:
         )
     if not bool(stored.isfinite().all()):
         raise CheckpointError(f"{MASK_VECTOR} has values that are not finite")
-    return stored.detach().float().flatten()
+    return stored.detach().float().flatten().to(device)
 
 
 def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:

@@ -37,7 +37,9 @@ class DraftVocabulary:
         where there is no map."""
         if self.target_ids is None:
             return ""
-        return hashlib.sha256(self.target_ids.numpy().astype("<i8").tobytes()).hexdigest()[:32]
+        return hashlib.sha256(self.target_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()[
+            :32
+        ]
 
     def pick(self, weight: Tensor) -> Tensor:
         """Rows of a weight [rows of the file, ...] in the order of `target_ids`."""
@@ -79,5 +81,5 @@ def read_vocabulary(draft: Weights, config: DFlashConfig, head_rows: int = 0) ->
             raise CheckpointError("tensors d2t and t2d name different tokens")
     if torch.equal(ids, torch.arange(size)):  # a whole head, each row where it belongs
         return DraftVocabulary(size, kept)
-    order = ids.argsort()
-    return DraftVocabulary(size, kept, ids[order][:kept], order[:kept])
+    order = ids.argsort()[:kept]
+    return DraftVocabulary(size, kept, ids[order].to(draft.device), order.to(draft.device))

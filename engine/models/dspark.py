@@ -47,7 +47,7 @@ class DSparkModel(DFlashModel):
         attention: Resolution,
     ) -> None:
         super().__init__(config, draft, tables, options, attention)
-        self._markov = MarkovHead(config, draft, tables.vocabulary, self._mode)
+        self._markov = MarkovHead(config, draft, tables.vocabulary, self.kernels)
         self._confidence: tuple[Tensor, Tensor] | None = None
         if config.confidence is not None:
             weight = draft.take("confidence_head.proj.weight", 1, config.confidence_width).float()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.linear import Mode, pack_linear
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_vocabulary import DraftVocabulary
+from engine.models.layers import Kernels
 from engine.weights import Weights
 
 
@@ -37,14 +37,14 @@ class MarkovHead:
     """W1 [target vocabulary, rank] is indexed by the target's ids; W2 has the head's rows."""
 
     def __init__(
-        self, config: DFlashConfig, draft: Weights, vocabulary: DraftVocabulary, mode: Mode
+        self, config: DFlashConfig, draft: Weights, vocabulary: DraftVocabulary, kernels: Kernels
     ) -> None:
         assert config.markov is not None
         self.kind, rank = config.markov.kind, config.markov.rank
         self.rank, hidden = rank, config.hidden_size
         self._w1 = draft.take("markov_head.markov_w1.weight", config.vocab_size, rank)
         w2 = draft.take("markov_head.markov_w2.weight", config.draft_vocab_size, rank)
-        self._w2 = pack_linear(vocabulary.pick(w2), mode)
+        self._w2 = kernels.pack(vocabulary.pick(w2))
         self._joint: tuple[Tensor, Tensor] | None = None
         if self.kind == "gated":
             self._joint = _linear(draft, "gate_proj", rank, hidden + rank)
