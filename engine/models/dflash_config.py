@@ -1,5 +1,5 @@
 """The explicit internal description of a block draft, DFlash or DSpark, whatever layout its
-checkpoint has; `draft_dialects.py` reads the layouts. Imports no torch.
+checkpoint has; `draft_dialects.py` reads the layouts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The part of a draft's config.json that all layouts share: the body's sizes, taps, mask and block.
-
-Imports no torch.
-"""
+"""The part of a draft's config.json that all layouts share: sizes, taps, mask, block, rotation."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ DeepSpec     architectures ["Qwen3DSparkModel"], flat keys: DSpark, and DFlash w
 speculators  `speculators_model_type` dflash or dspark, the body in `transformer_layer_config`
 
 Nothing is inferred from a name. A key whose default differs between the loaders that read these
-files (slot mode, theta, heads, head_dim, mask, taps, head types) must be there. Imports no torch.
+files (slot mode, theta, heads, head_dim, mask, taps, head types) must be there.
 """
 
 from __future__ import annotations

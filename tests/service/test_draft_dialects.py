@@ -281,24 +281,30 @@ def test_the_targets_noise_is_worth_more_than_draws_of_its_own(
     its best token; one that draws with the target's noise is accepted most."""
     torch.manual_seed(5)
     write(tmp_path / "draft", *_plain("zlab", target[0], tmp_path))
-    method = load(tmp_path / "draft", target[0], "dflash")
-    accepted = {"coupled": 0, "best": 0, "own": 0}
-    for session in range(60):
-        rows = wire_rows(6, seed=session)
-        drawn: list[int] = []
-        for how, temperature, seed in (("coupled", 1.0, 7), ("best", 0.0, 7), ("own", 1.0, 8)):
-            context = method.open(
-                [3] * 6, Sampling(temperature=temperature, seed=seed, choice=session)
-            )
-            method.update(context, 6, [40 + session % 9], [block(0, rows)])
-            (draft,) = method.propose([request := Request(context, 4)])
-            if not drawn:  # a target that is close to the draft, and draws with seed 7
-                logits = method._model.propose_logits(blocks_of([request]))[0]
-                logits = logits + 0.5 * torch.randn(logits.shape)
-                drawn = [
-                    int((row + gumbel(7, session, 7 + slot, VOCAB)).argmax())
-                    for slot, row in enumerate(logits)
-                ]
-            accepted[how] += accept(draft.ids, drawn)
-            method.close(context)
-    assert accepted["coupled"] > 1.3 * accepted["best"] > 1.3 * accepted["own"], accepted
+    method = load(tmp_path / "draft", target[0], "dflash", kv_pages=256)
+
+    def asked(temperature: float, seed: int) -> list[Request[Any]]:
+        requests = []
+        for choice in range(60):
+            sampling = Sampling(temperature=temperature, seed=seed, choice=choice)
+            context = method.open([3] * 6, sampling)
+            method.update(context, 6, [40 + choice % 9], [block(0, wire_rows(6, seed=choice))])
+            requests.append(Request(context, 4))
+        return requests
+
+    accepted, drawn = [], None
+    for temperature, seed in ((1.0, 7), (0.0, 7), (1.0, 8)):
+        requests = asked(temperature, seed)
+        drafts = method.propose(requests)
+        if drawn is None:  # a target that is close to the draft, and draws with seed 7
+            logits = method._model.propose_logits(blocks_of(requests))
+            logits = logits + 0.5 * torch.randn(logits.shape)
+            drawn = [
+                [int((x + gumbel(7, c, 7 + slot, VOCAB)).argmax()) for slot, x in enumerate(rows)]
+                for c, rows in enumerate(logits)
+            ]
+        accepted.append(sum(accept(d.ids, t) for d, t in zip(drafts, drawn, strict=True)))
+        for request in requests:
+            method.close(request.context)
+    coupled, best, own = accepted
+    assert coupled > 1.3 * best > 1.3 * own, accepted
