@@ -25,9 +25,10 @@ def layer_types(config: Mapping[str, Any], count: int) -> list[str] | None:
     types = config.get("layer_types")
     if not types:
         return None
-    if not isinstance(types, list) or len(types) != count or set(types) - {FULL, SLIDING}:
+    known = isinstance(types, list) and all(kind in (FULL, SLIDING) for kind in types)
+    if not known or len(types) != count:
         raise refuse("layer_types", types, f"{count} of {FULL}, {SLIDING}")
-    return types
+    return list(types)
 
 
 def draft_modes(config: Mapping[str, Any]) -> tuple[LayerMode, ...]:

@@ -124,8 +124,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
 
 def _modes(config: Mapping[str, Any], count: int) -> tuple[LayerMode, ...]:
     """Windows per layer; keys that contradict each other are refused. Mistral: `sliding_window` on
-    every layer. Qwen: with `use_sliding_window` from layer `max_window_layers` on, or where `layer_types`
-    says so. The others have none.
+    every layer. Qwen: with `use_sliding_window` from layer `max_window_layers` on, or where
+    `layer_types` says so. The others have none.
     """
     model_type, types = config["model_type"], layer_types(config, count)
     window = config.get("sliding_window") is not None

@@ -15,6 +15,8 @@ from engine.models.fields import flag, number, positive, refuse
 from engine.models.rope import extended_positions, parse_rope
 
 Config = Mapping[str, Any]
+# Far above any draft: a number that is no size must not be allocated for.
+_MOST_LAYERS, _MOST_POSITIONS = 512, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,13 @@ def read(
         raise refuse(f"{prefix}num_key_value_heads", kv_heads, f"a divisor of {heads}")
     head_dim = positive(body, "head_dim", prefix=prefix)
     positions = positive(body, "max_position_embeddings", prefix=prefix)
+    layers = positive(body, "num_hidden_layers", prefix=prefix)
+    for key, value, most in (
+        ("max_position_embeddings", positions, _MOST_POSITIONS),
+        ("num_hidden_layers", layers, _MOST_LAYERS),
+    ):
+        if value > most:
+            raise refuse(prefix + key, value, f"{most} or less")
     rope = parse_rope(body, head_dim, positions, None)
     block = positive({"block_size": layout.block}, "block_size")
     if block < 2:
@@ -68,7 +77,7 @@ def read(
     return DFlashConfig(
         hidden_size=positive(body, "hidden_size", prefix=prefix),
         intermediate_size=positive(body, "intermediate_size", prefix=prefix),
-        layer_count=positive(body, "num_hidden_layers", prefix=prefix),
+        layer_count=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

@@ -137,6 +137,7 @@ def _speculators(config: Config, target: Target) -> DFlashConfig:
         raise refuse(key, body.get("model_type"), "qwen3, llama")
     _only(config, "projector_type", "dflash")
     _only(config, "shift_label", False)
+    _only(config, "dflash_config", None)
     _check_verifier(config, kind, target)
     return read_body(
         config,
@@ -163,16 +164,17 @@ def _check_verifier(config: Config, kind: str, target: Target) -> None:
     verifier = section.get("verifier")
     if not isinstance(verifier, Mapping):
         raise refuse("speculators_config.verifier", verifier, "an object")
-    named = verifier.get("architectures")
-    if named and target.architectures and list(named) != list(target.architectures):
-        accepted = f"{list(target.architectures)}, the target's"
+    named, expected = verifier.get("architectures"), list(target.architectures)
+    if named and expected and named != expected:
+        accepted = f"{expected}, the target's"
         raise refuse("speculators_config.verifier.architectures", named, accepted)
 
 
 def _heads(config: Config) -> tuple[MarkovConfig | None, ConfidenceConfig | None]:
     """Markov and confidence head; none with `markov_rank` 0, which makes a DFlash of it."""
     confidence = required_flag(config, "enable_confidence_head")
-    if config.get("markov_rank") == 0:
+    rank = config.get("markov_rank")
+    if type(rank) is int and rank == 0:
         if confidence:
             raise refuse("enable_confidence_head", True, "false where markov_rank is 0")
         return None, None

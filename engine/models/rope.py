@@ -89,7 +89,7 @@ def _dialect(config: Mapping[str, Any], key: str) -> dict[str, Any] | None:
     named = own.setdefault("rope_type", kind or "default")
     if kind not in (None, named):
         raise CheckpointError(f"config {key} gives both type {kind!r} and rope_type {named!r}")
-    if named not in _KEYS:
+    if not isinstance(named, str) or named not in _KEYS:
         raise refuse(f"{key}.rope_type", named, ", ".join(_KEYS))
     if own.pop("partial_rotary_factor", 1.0) != 1.0:
         raise refuse("partial_rotary_factor", values["partial_rotary_factor"], "1.0")

@@ -3,6 +3,7 @@ of it would pass."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.models.dflash import Block, DFlashModel, DFlashOptions
-from engine.models.draft_loading import LoadedDraft, load_dflash, load_dspark
+from engine.models.draft_dialects import parse_draft
+from engine.models.draft_loading import DraftTarget, LoadedDraft, load_dflash, load_dspark
 from engine.models.dspark import DSparkModel
 from engine.weights import fingerprint
 from tests.engine.draft_reference import (
@@ -421,6 +423,39 @@ def test_what_is_unsaid_or_untrue_is_refused(
     rewrite_config(tmp_path, {})  # drops what is None
     with pytest.raises(CheckpointError, match=named):
         changed.load(tmp_path, target)
+
+
+def paths(config: Config, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in config.items():
+        found.append((*before, key))
+        if isinstance(value, dict):
+            found += paths(value, (*before, key))
+    return found
+
+
+@pytest.mark.parametrize("name", ["zlab_newer", "deepspec", "speculators_dspark"])
+def test_nonsense_in_a_config_is_a_refusal(target: Path, name: str) -> None:
+    """Whatever stands behind a key: a description, or a CheckpointError; never another error."""
+    case, known = CASES[name], DraftTarget(str(target)).described
+    odd = [None, True, 0, -1, 1.5, "x", [], [[]], ["x"], [3, 3], {}, {"x": []}, 10**30]
+    refused = 0
+    for path in paths(case.config):
+        for value in odd:
+            config = json.loads(json.dumps(case.config))
+            inner = config
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = value
+            try:
+                parse_draft(config, known, "dspark" if case.markov else "dflash")
+            except CheckpointError as error:
+                refused += 1
+                assert len(str(error)) < 600
+    assert refused > 3 * len(paths(case.config))
+    for config in (None, [], "x", {}):
+        with pytest.raises(CheckpointError):
+            parse_draft(config, known, "dflash")
 
 
 def without(*names: str) -> Callable[[State], State]:
