@@ -66,13 +66,12 @@ def turned(x: Tensor, positions: Tensor, m: Meaning) -> Tensor:
     return torch.cat((spun.real, spun.imag), -1)
 
 
-def seen(row: int, column: int, start: int, mode: tuple[bool, int | None]) -> bool:
-    """Whether slot `row` sees the key at position `column`."""
+def unseen(start: int, mode: tuple[bool, int | None]) -> Tensor:
+    """[BLOCK, start + BLOCK]: the keys that a slot does not see."""
     causal, window = mode
-    distance = start + row - column
-    if causal and distance < 0:
-        return False
-    return window is None or abs(distance) < window
+    distance = start + torch.arange(BLOCK)[:, None] - torch.arange(start + BLOCK)
+    hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
+    return hidden if window is None else hidden | (distance.abs() >= window)
 
 
 def block_states(state: State, m: Meaning, entering: list[Tensor], anchor: int) -> Tensor:
@@ -98,11 +97,7 @@ def block_states(state: State, m: Meaning, entering: list[Tensor], anchor: int) 
         v = heads(both, "v").transpose(0, 1)
         q, k = turned(q, positions[start:], m), turned(k, positions, m)
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
-        scores = q @ k.transpose(1, 2) / DIM**0.5
-        for row in range(BLOCK):
-            for column in range(start + BLOCK):
-                if not seen(row, column, start, mode):
-                    scores[:, row, column] = -torch.inf
+        scores = (q @ k.transpose(1, 2) / DIM**0.5).masked_fill(unseen(start, mode), -torch.inf)
         h = h + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ (
             layer["self_attn.o_proj.weight"].T
         )
