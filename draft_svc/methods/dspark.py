@@ -17,7 +17,7 @@ from draft_svc.methods.base import Draft, Request
 from draft_svc.methods.dflash import DFlashMethod, blocks_of, probabilities
 from draft_svc.methods.dflash_context import DFlashContext
 from engine.kernels.cpu import ops
-from engine.models.dflash import LoadedDraft
+from engine.models.draft_loading import LoadedDraft
 from engine.models.dspark import DSparkModel, Proposals
 from engine.sampling import Draw, draw
 
@@ -46,12 +46,10 @@ class DSparkMethod(DFlashMethod):
             confidences=confidences,
         )
         assert isinstance(loaded.model, DSparkModel)
-        self._dspark, config = loaded.model, loaded.model.dspark
-        self._info = replace(
-            self._info,
-            name=f"{loaded.name} (vanilla Markov head, rank {config.markov_rank})",
-            slot_mode="next_token" if config.next_token else "fill_in",
-        )
+        self._dspark, markov = loaded.model, loaded.model.config.markov
+        assert markov is not None
+        name = f"{loaded.name} ({markov.kind} Markov head, rank {markov.rank})"
+        self._info = replace(self._info, name=name)
 
     def _run(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
         drawn: list[list[Draw]] = []

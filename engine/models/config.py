@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.attention.base import LayerMode
+from engine.attention.layers import FULL, SLIDING, layer_types, model_modes
+from engine.attention.mode import LayerMode
 from engine.errors import CheckpointError
 from engine.models.fields import flag, number, positive, refuse, token_ids
 from engine.models.latent_config import (
@@ -17,7 +18,7 @@ from engine.models.latent_config import (
 )
 from engine.models.rope import Rope, extended_positions, parse_rope
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+_QWENS = ("qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,6 @@ FAMILIES: dict[str, Family] = {
         defaults=_DEEPSEEK_V3,
     ),
 }
-_QWENS = ("qwen2", "qwen3")
 _EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -182,41 +182,26 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
             raise refuse(key, config[key], repr(accepted))
 
 
-def layer_types(config: Mapping[str, Any], count: int) -> list[str] | None:
-    """`layer_types`, checked; None where the config has none."""
-    types = config.get("layer_types")
-    if not types:
-        return None
-    if not isinstance(types, list) or len(types) != count or set(types) - {FULL, SLIDING}:
-        raise refuse("layer_types", types, f"{count} of {FULL}, {SLIDING}")
-    return types
-
-
 def _modes(config: Mapping[str, Any], count: int) -> tuple[LayerMode, ...]:
-    """Windows per layer. Mistral: `sliding_window` on every layer. Qwen: with `use_sliding_window`
-    from layer `max_window_layers` on, or where `layer_types` says so. Llama has none.
+    """Windows per layer; keys that contradict each other are refused. Mistral: `sliding_window` on
+    every layer. Qwen: with `use_sliding_window` from layer `max_window_layers` on, or where
+    `layer_types` says so. The others have none.
     """
     model_type, types = config["model_type"], layer_types(config, count)
-    windowed: list[bool]
+    window = config.get("sliding_window") is not None
     if model_type == "mistral":
-        windowed = [config.get("sliding_window") is not None] * count
-        if types and windowed != [kind == SLIDING for kind in types]:
+        if types and any(window != (kind == SLIDING) for kind in types):
             raise refuse("layer_types", types, "what sliding_window says, for every layer")
-    elif model_type not in _QWENS or not flag(config, "use_sliding_window"):
-        windowed = [False] * count
+    elif model_type not in _QWENS or not flag(config, "use_sliding_window") or not window:
         if types and SLIDING in types:
-            raise refuse("layer_types", types, f"{FULL} only without use_sliding_window")
-    elif config.get("sliding_window") is None:
-        windowed = [False] * count
-    elif types:
-        windowed = [kind == SLIDING for kind in types]
-    else:
+            accepted = f"{FULL} only without use_sliding_window and sliding_window"
+            raise refuse("layer_types", types, accepted)
+        return (LayerMode(),) * count
+    elif not types:
         first = config["max_window_layers"]
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise refuse("max_window_layers", first, "a number of layers, 0 or more")
-        windowed = [index >= first for index in range(count)]
-    window = positive(config, "sliding_window") if any(windowed) else None
-    return tuple(LayerMode(window=window if here else None) for here in windowed)
+    return model_modes(config)
 
 
 def read_heads(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:

@@ -3,15 +3,14 @@ target hidden states.
 
 A context vector c = RMSNorm(fc(taps)) enters every layer as keys and values only; a block [anchor,
 mask, ...] is the query.
-The model holds the draft's layers and, from the target's checkpoint, the embedding and the head:
-no target body.
+The model holds the draft's layers, an embedding and a head, no target body; `draft_loading.py`
+makes one from a checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,17 +18,15 @@ from torch import Tensor
 from engine.attention.base import Span
 from engine.attention.resolution import Resolution
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
-from engine.default_model import resolve_model
 from engine.device import kv_dtype, use_native
-from engine.errors import CheckpointError
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool, PageTable
-from engine.linear import Int8Linear, Linear
-from engine.models.config import ModelConfig, from_hf
-from engine.models.dflash_config import DFlashConfig, parse_dflash
-from engine.models.layers import NATIVE, TORCH, HeadNorms, QkvShape, RopeTables, Rows
+from engine.linear import Linear
+from engine.models.dflash_config import DFlashConfig
+from engine.models.draft_vocabulary import DraftVocabulary
+from engine.models.layers import NATIVE, TORCH, HeadNorms, Kernels, QkvShape, RopeTables, Rows
 from engine.models.rope import rope_tables
-from engine.weights import Weights, fingerprint, read_json
+from engine.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,17 @@ class ContextRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTables:
+    """embedding [vocabulary, hidden]; `head` with the rows that `vocabulary` has; `mask_vector`
+    fp32 [hidden], what masked slots are made of where it is not the embedding of the mask id."""
+
+    embedding: Tensor
+    head: Linear
+    vocabulary: DraftVocabulary
+    mask_vector: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor
     qkv: Linear
@@ -106,23 +114,23 @@ def choose_attention(
     )
 
 
+def kernels_of(options: DFlashOptions) -> Kernels:
+    return NATIVE if use_native(options.kernels) else TORCH
+
+
 class DFlashModel:
     """A loaded draft with its own pages. One thread calls it."""
-
-    first_slot = 1  # of a block, the first that proposes: the anchor's own proposes nothing
 
     def __init__(
         self,
         config: DFlashConfig,
         draft: Weights,
-        embedding: Tensor,
-        head: Tensor,
+        tables: DraftTables,
         options: DFlashOptions,
         attention: Resolution,
     ) -> None:
-        self.config = config
-        native = use_native(options.kernels)
-        self.kernels = NATIVE if native else TORCH
+        self.config, self.first_slot = config, config.first_slot
+        self.kernels = kernels_of(options)
         self.pool = PagePool(options.page_count, options.page_tokens)
         geometry = KVGeometry(
             config.layer_count,
@@ -133,9 +141,8 @@ class DFlashModel:
         )
         self.cache = KVCache(geometry, options.page_count)
         self._backend, self.attention = make_backend(attention, self.cache), attention.report()
-        self._embedding = embedding
-        head = head[: options.head_rows or head.shape[0]]
-        self._head = Int8Linear(head) if options.int8_head else self.kernels.pack(head)
+        self._embedding, self._head = tables.embedding, tables.head
+        self._mask_vector, self.vocabulary = tables.mask_vector, tables.vocabulary
         self._rope = RopeTables(*rope_tables(config.rope, config.head_dim, config.max_positions))
         self._shape = QkvShape(config.heads, config.kv_heads, config.head_dim)
         d = config.hidden_size
@@ -146,7 +153,6 @@ class DFlashModel:
         context: list[Tensor] = []
         for index in range(config.layer_count):
             context.append(self._take_layer(draft, index))
-        draft.finish()
         # One product gives the context keys and values of every layer.
         self._context_kv = self.kernels.pack(torch.cat(context))
         self._k_norms = torch.stack([layer.head_norms[1] for layer in self._layers])
@@ -154,7 +160,7 @@ class DFlashModel:
     @property
     def max_draft_tokens(self) -> int:
         """What one block proposes."""
-        return self.config.block_size - self.first_slot
+        return self.config.max_draft_tokens
 
     def _take_layer(self, draft: Weights, index: int) -> Tensor:
         """Reads layer `index`; returns its key and value weights."""
@@ -234,8 +240,8 @@ class DFlashModel:
 
     @torch.inference_mode()
     def propose_logits(self, blocks: Sequence[Block], count: int | None = None) -> Tensor:
-        """Logits [len(blocks), count, head rows] of the first `count` fill-in slots (default:
-        block_size - 1), fp32.
+        """Logits [len(blocks), count, vocabulary] of the first `count` slots that propose (default:
+        all), fp32; with `head_rows` the vocabulary ends there.
 
         The whole trained block always runs, since its slots see each other; only the slots asked
         for go through the head.
@@ -244,7 +250,8 @@ class DFlashModel:
         """
         count = self.config.max_draft_tokens if count is None else count
         states = self.states(blocks, count)
-        return self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
+        logits = self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
+        return self.vocabulary.widen(logits)
 
     @torch.inference_mode()
     def states(self, blocks: Sequence[Block], count: int) -> Tensor:
@@ -282,6 +289,9 @@ class DFlashModel:
     def _run(self, rows: Rows) -> Tensor:
         run, eps = self.kernels, self.config.rms_eps
         residual = run.embed(rows.ids, self._embedding)
+        if self._mask_vector is not None:
+            blocks = residual.view(-1, self.config.block_size, self.config.hidden_size)
+            blocks[:, 1:] = self._mask_vector
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
             qkv = run.norm_linear(residual, delta, layer.input_norm, eps, layer.qkv)
@@ -292,45 +302,3 @@ class DFlashModel:
             inner = run.norm_gated(residual, delta, layer.post_norm, eps, layer.gate_up)
             delta = run.linear_add(inner, layer.down, residual)
         return run.norm(residual, delta, self._norm, eps)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A draft and what the handshake says about it."""
-
-    model: DFlashModel
-    name: str
-    fingerprint: str
-    target_fingerprint: str
-
-
-def target_tables(
-    directory: Path, target: ModelConfig, options: DFlashOptions
-) -> tuple[Tensor, Tensor]:
-    """Embedding and head [vocab, hidden] of the target's checkpoint. Raises CheckpointError."""
-    weights = Weights(directory, options.weight_dtype)
-    shape = (target.vocab_size, target.hidden_size)
-    if options.head_rows < 0 or options.head_rows > shape[0]:
-        raise CheckpointError(
-            f"head_rows = {options.head_rows} is not supported; accepted: 0 .. {shape[0]}"
-        )
-    embedding = weights.take("model.embed_tokens.weight", *shape)
-    return embedding, embedding if target.tied_head else weights.take("lm_head.weight", *shape)
-
-
-def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:
-    """Loads a z-lab style checkpoint, and embedding and head from the target's. Raises
-    CheckpointError, and AttentionRefused before any weight is read."""
-    options = options or DFlashOptions()
-    source = resolve_model(target)
-    target_config = from_hf(read_json(source.directory / "config.json"))
-    config = parse_dflash(read_json(checkpoint / "config.json"), target_config)
-    if (checkpoint / "mask_embedding.pt").exists():
-        raise CheckpointError("a mask vector of its own (mask_embedding.pt) is not supported")
-    attention = choose_attention(config, options)
-    embedding, head = target_tables(source.directory, target_config, options)
-    draft = Weights(checkpoint, options.weight_dtype)
-    model = DFlashModel(config, draft, embedding, head, options, attention)
-    return LoadedDraft(
-        model, checkpoint.name, fingerprint(checkpoint), fingerprint(source.directory)
-    )

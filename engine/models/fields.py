@@ -16,7 +16,9 @@ def refuse(key: str, value: object, accepted: str) -> CheckpointError:
 def positive(
     config: Mapping[str, Any], key: str, default: int | None = None, *, prefix: str = ""
 ) -> int:
-    value = config.get(key, default)
+    """Null is absent."""
+    value = config.get(key)
+    value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise refuse(prefix + key, value, "a positive integer")
     return value
