@@ -18,14 +18,14 @@ from torch import Tensor
 from engine.attention.base import Span
 from engine.attention.resolution import Resolution
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
-from engine.device import kv_dtype, use_native
-from engine.kv.cache import KVCache, KVGeometry
+from engine.device import use_native
 from engine.kv.pool import PagePool, PageTable
 from engine.linear import Linear
 from engine.models.dflash_config import DFlashConfig
+from engine.models.draft_attention import draft_attention
 from engine.models.draft_vocabulary import DraftVocabulary
-from engine.models.layers import NATIVE, TORCH, HeadNorms, Kernels, QkvShape, RopeTables, Rows
-from engine.models.rope import rope_tables
+from engine.models.family import build_cache, cache_geometry, latent_of
+from engine.models.layers import NATIVE, TORCH, Kernels, Rows
 from engine.weights import Weights
 
 
@@ -84,9 +84,6 @@ class DraftTables:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor
-    qkv: Linear
-    head_norms: HeadNorms
-    o: Linear
     post_norm: Tensor
     gate_up: Linear
     down: Linear
@@ -108,6 +105,7 @@ def choose_attention(
         head_dim=config.head_dim,
         modes=config.modes,
         native=use_native(options.kernels),
+        latent=latent_of(config),
         role="draft",
         method=method,
         query_tokens=config.block_size,
@@ -132,66 +130,39 @@ class DFlashModel:
         self.config, self.first_slot = config, config.first_slot
         self.kernels = kernels_of(options)
         self.pool = PagePool(options.page_count, options.page_tokens)
-        geometry = KVGeometry(
-            config.layer_count,
-            config.kv_heads,
-            config.head_dim,
-            options.page_tokens,
-            kv_dtype(attention.geometry.dtype),
-        )
-        self.cache = KVCache(geometry, options.page_count)
+        geometry = cache_geometry(config, attention.geometry)
+        self.cache = build_cache(geometry, options.page_count)
         self._backend, self.attention = make_backend(attention, self.cache), attention.report()
         self._embedding, self._head = tables.embedding, tables.head
         self._mask_vector, self.vocabulary = tables.mask_vector, tables.vocabulary
-        self._rope = RopeTables(*rope_tables(config.rope, config.head_dim, config.max_positions))
-        self._shape = QkvShape(config.heads, config.kv_heads, config.head_dim)
         d = config.hidden_size
         self._fc = self.kernels.pack(draft.take("fc.weight", d, config.row_width))
         self._hidden_norm = draft.take("hidden_norm.weight", d).float()
         self._norm = draft.take("norm.weight", d).float()
-        self._layers: list[_Layer] = []
-        context: list[Tensor] = []
-        for index in range(config.layer_count):
-            context.append(self._take_layer(draft, index))
-        # One product gives the context keys and values of every layer.
-        self._context_kv = self.kernels.pack(torch.cat(context))
-        self._k_norms = torch.stack([layer.head_norms[1] for layer in self._layers])
+        self._layer_attention = draft_attention(config, draft, self.kernels, self.cache)
+        self._layers = [self._take_layer(draft, index) for index in range(config.layer_count)]
 
     @property
     def max_draft_tokens(self) -> int:
         """What one block proposes."""
         return self.config.max_draft_tokens
 
-    def _take_layer(self, draft: Weights, index: int) -> Tensor:
-        """Reads layer `index`; returns its key and value weights."""
+    def _take_layer(self, draft: Weights, index: int) -> _Layer:
+        """Layer `index` but for its attention."""
         c, prefix = self.config, f"layers.{index}"
-        d, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        take, pack = draft.take, self.kernels.pack
-        w_q = take(f"{prefix}.self_attn.q_proj.weight", q, d)
-        w_kv = torch.cat(
-            [take(f"{prefix}.self_attn.{name}_proj.weight", kv, d) for name in ("k", "v")]
-        )
+        d, take, pack = c.hidden_size, draft.take, self.kernels.pack
         gate_up = torch.cat(
             [
                 take(f"{prefix}.mlp.{name}_proj.weight", c.intermediate_size, d)
                 for name in ("gate", "up")
             ]
         )
-        self._layers.append(
-            _Layer(
-                input_norm=take(f"{prefix}.input_layernorm.weight", d).float(),
-                qkv=pack(torch.cat((w_q, w_kv))),
-                head_norms=(
-                    take(f"{prefix}.self_attn.q_norm.weight", c.head_dim).float(),
-                    take(f"{prefix}.self_attn.k_norm.weight", c.head_dim).float(),
-                ),
-                o=pack(take(f"{prefix}.self_attn.o_proj.weight", d, q)),
-                post_norm=take(f"{prefix}.post_attention_layernorm.weight", d).float(),
-                gate_up=pack(gate_up),
-                down=pack(take(f"{prefix}.mlp.down_proj.weight", d, c.intermediate_size)),
-            )
+        return _Layer(
+            input_norm=take(f"{prefix}.input_layernorm.weight", d).float(),
+            post_norm=take(f"{prefix}.post_attention_layernorm.weight", d).float(),
+            gate_up=pack(gate_up),
+            down=pack(take(f"{prefix}.mlp.down_proj.weight", d, c.intermediate_size)),
         )
-        return w_kv
 
     def write_context(self, table: PageTable, start: int, rows: Tensor, origin: int = 0) -> None:
         """Stores K/V of positions [start, start + len(rows)) and sets the table's length to their
@@ -233,10 +204,7 @@ class DFlashModel:
     def _write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         c = self.config
         x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, c.rms_eps)
-        kv, shape = self._context_kv(x), (c.kv_heads, c.head_dim)
-        self.kernels.store_context(
-            kv, shape, self._k_norms, c.rms_eps, self._rope, positions, slots, self.cache.data
-        )
+        self._layer_attention.write_context(x, positions, slots)
 
     @torch.inference_mode()
     def propose_logits(self, blocks: Sequence[Block], count: int | None = None) -> Tensor:
@@ -287,18 +255,18 @@ class DFlashModel:
         )
 
     def _run(self, rows: Rows) -> Tensor:
-        run, eps = self.kernels, self.config.rms_eps
+        run, eps, attention = self.kernels, self.config.rms_eps, self._layer_attention
         residual = run.embed(rows.ids, self._embedding)
         if self._mask_vector is not None:
             blocks = residual.view(-1, self.config.block_size, self.config.hidden_size)
             blocks[:, 1:] = self._mask_vector
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            qkv = run.norm_linear(residual, delta, layer.input_norm, eps, layer.qkv)
-            pages = self.cache.k[index], self.cache.v[index]
-            q = run.store(qkv, self._shape, layer.head_norms, eps, self._rope, rows, pages)
-            attended = self._backend.run(rows.plan, index, q).flatten(1)
-            delta = run.linear_add(attended, layer.o, residual)
+            into = attention.into[index]
+            projected = run.norm_linear(residual, delta, layer.input_norm, eps, into)
+            queries = attention.store(index, projected, rows)
+            found = attention.found(index, self._backend.run(rows.plan, index, queries))
+            delta = run.linear_add(found, attention.out[index], residual)
             inner = run.norm_gated(residual, delta, layer.post_norm, eps, layer.gate_up)
             delta = run.linear_add(inner, layer.down, residual)
         return run.norm(residual, delta, self._norm, eps)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.attention.mode import LayerMode
+from engine.models.latent_config import LatentConfig
 from engine.models.rope import Rope
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -40,6 +41,8 @@ class DFlashConfig:
     modes              causality and window, a layer each
     rope_interleaved   pairs of the checkpoint's rotation lie side by side; else half a head apart
     vocab_size         the target's; ids of anchors, of proposals and of Markov rows are below it
+    latent             its dimensions where the attention is latent: then kv_heads is 1 and head_dim
+                       what is cached
     draft_vocab_size   rows of the drafting head; fewer than vocab_size: `d2t` says whose they are
     """
 
@@ -64,6 +67,7 @@ class DFlashConfig:
     target_layer_count: int
     markov: MarkovConfig | None = None
     confidence: ConfidenceConfig | None = None
+    latent: LatentConfig | None = None
 
     @property
     def row_width(self) -> int:

@@ -12,6 +12,7 @@ from engine.errors import CheckpointError
 from engine.models.config import ModelConfig
 from engine.models.dflash_config import ConfidenceConfig, DFlashConfig, MarkovConfig
 from engine.models.fields import flag, number, positive, refuse
+from engine.models.latent_config import LatentConfig, parse_latent
 from engine.models.rope import extended_positions, parse_rope
 
 Config = Mapping[str, Any]
@@ -57,11 +58,14 @@ def read(
     body, prefix = layout.body, layout.body_prefix
     _refuse_unsupported(config, body)
     _compare(config, layout, target)
-    heads = positive(body, "num_attention_heads", prefix=prefix)
-    kv_heads = positive(body, "num_key_value_heads", prefix=prefix)
-    if heads % kv_heads:
-        raise refuse(f"{prefix}num_key_value_heads", kv_heads, f"a divisor of {heads}")
-    head_dim = positive(body, "head_dim", prefix=prefix)
+    heads, latent = positive(body, "num_attention_heads", prefix=prefix), _latent(config, body)
+    if latent is None:
+        kv_heads = positive(body, "num_key_value_heads", prefix=prefix)
+        if heads % kv_heads:
+            raise refuse(f"{prefix}num_key_value_heads", kv_heads, f"a divisor of {heads}")
+        head_dim = turned = positive(body, "head_dim", prefix=prefix)
+    else:
+        kv_heads, head_dim, turned = 1, latent.width, latent.rope
     positions = positive(body, "max_position_embeddings", prefix=prefix)
     layers = positive(body, "num_hidden_layers", prefix=prefix)
     for key, value, most in (
@@ -70,7 +74,7 @@ def read(
     ):
         if value > most:
             raise refuse(prefix + key, value, f"{most} or less")
-    rope = parse_rope(body, head_dim, positions, None)
+    rope = parse_rope(body, turned, positions, None)
     block = positive({"block_size": layout.block}, "block_size")
     if block < 2:
         raise refuse("block_size", block, "2 or more")
@@ -83,7 +87,7 @@ def read(
         head_dim=head_dim,
         rms_eps=number(body, "rms_norm_eps", prefix=prefix),
         rope=rope,
-        rope_interleaved=_interleaved(config, body),
+        rope_interleaved=latent.interleaved if latent else _interleaved(config, body),
         # Keys of a draft do not turn again either: `dynamic` stays at the original length.
         max_positions=positions if rope.kind == "dynamic" else extended_positions(rope, positions),
         vocab_size=target.vocab_size,
@@ -97,6 +101,7 @@ def read(
         target_layer_count=target.layer_count,
         markov=markov,
         confidence=confidence,
+        latent=latent,
     )
 
 
@@ -128,6 +133,20 @@ def _compare(config: Config, layout: Layout, target: ModelConfig) -> None:
     if layout.body.get("vocab_size") != target.vocab_size:
         value = layout.body.get("vocab_size")
         raise refuse(f"{prefix}vocab_size", value, f"{target.vocab_size}, the target's")
+
+
+def _latent(config: Config, body: Config) -> LatentConfig | None:
+    """Which values turn together must be said: latent layers are written both ways."""
+    if body.get("kv_lora_rank") is None:
+        return None
+    styles = ("is_neox_style", "rope_is_neox_style")
+    named = any(values.get(key) is not None for values in (config, body) for key in styles)
+    own = flag(body, "rope_interleave") if body.get("rope_interleave") is not None else None
+    if own is None and not named:
+        raise refuse("rope_interleave", None, "true or false; there is no default")
+    if own is not None and named and own != _interleaved(config, body):
+        raise CheckpointError("config gives conflicting RoPE styles: rope_interleave and neox")
+    return parse_latent(body, _interleaved(config, body))
 
 
 def _interleaved(config: Config, body: Config) -> bool:

@@ -121,7 +121,7 @@ def load_draft(
 
 
 def _open(checkpoint: Path, config: DFlashConfig, options: DFlashOptions) -> Weights:
-    if config.rope_interleaved:
+    if config.rope_interleaved and config.latent is None:
         return _Interleaved(checkpoint, options.weight_dtype, config.head_dim)
     return Weights(checkpoint, options.weight_dtype)
 

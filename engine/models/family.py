@@ -17,9 +17,23 @@ from engine.kv.latent import LatentCache, LatentGeometry
 from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.deepseek import DeepseekModel
+from engine.models.latent_config import LatentConfig
 from engine.models.layers import Kernels, Rows
 from engine.models.llama import LlamaModel
 from engine.weights import Weights
+
+
+class Attending(Protocol):
+    """What decides the KV of a model, target or draft."""
+
+    @property
+    def layer_count(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def latent(self) -> LatentConfig | None: ...
 
 
 class Model(Protocol):
@@ -47,13 +61,13 @@ class Model(Protocol):
     def logits_of(self, outputs: Tensor) -> Tensor: ...
 
 
-def latent_of(config: ModelConfig) -> Latent | None:
+def latent_of(config: Attending) -> Latent | None:
     """The attention's dimensions for the resolver, where it is latent."""
     c = config.latent
     return None if c is None else Latent(c.rank, c.rope, c.nope, softmax_factor=c.softmax_factor)
 
 
-def cache_geometry(config: ModelConfig, resolved: Geometry) -> CacheGeometry:
+def cache_geometry(config: Attending, resolved: Geometry) -> CacheGeometry:
     """The layout that the resolver found, in the engine's own terms."""
     layers, page_tokens = config.layer_count, resolved.page_tokens
     if config.latent is not None:
