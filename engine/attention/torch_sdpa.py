@@ -48,7 +48,7 @@ class TorchSdpa(AttentionBackend):
         self._group = query_heads // cache.geometry.kv_heads
 
     def plan(self, spans: Sequence[Span]) -> list[SpanPlan]:
-        return [self._plan_span(span) for span in spans]
+        return [self._plan_span(span) for span in spans if span.row_count]
 
     def _plan_span(self, span: Span) -> SpanPlan:
         page_tokens, device = self.cache.geometry.page_tokens, self.cache.device

@@ -154,8 +154,8 @@ class TritonPaged(DeviceAttention):
     def _combined_rows(self, plan: TritonPlan) -> int:
         """Folded rows of one combining program: fewer where there are few tiles."""
         rows, heads = self.tiles.rows, self.cache.geometry.kv_heads
-        while rows > 2 and plan.tiles * heads * (self.tiles.rows // rows) < 4 * self._processors:
-            rows //= 2
+        while rows > 4 and plan.tiles * heads * (self.tiles.rows // rows) < 4 * self._processors:
+            rows //= 4
         return rows
 
 
