@@ -59,7 +59,7 @@ def attention_ref(
     out = torch.empty((*q.shape[:2], cache.geometry.value_width), dtype=torch.float64)
     for span in spans:
         k, v = gather(cache, layer, span, span.start + span.row_count)
-        k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+        k, v = (x.to(q.device).double().repeat_interleave(group, dim=1) for x in (k, v))
         for row in range(span.first_row, span.first_row + span.row_count):
             keys = slice(int(low[row]), int(high[row]))
             scores = torch.einsum("hd,khd->hk", q[row].double(), k[keys]) * scale
