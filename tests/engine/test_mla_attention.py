@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from engine.attention.base import AttentionBackend, LayerMode, Span
 from engine.attention.capabilities import Kind
 from engine.attention.devices import simulated
 from engine.attention.mask import attention_ref
-from engine.attention.request import AttentionShape, Latent, Request
+from engine.attention.outcome import Outcome, judge, kv_group
+from engine.attention.request import AttentionShape, KVGroup, Latent, Request
 from engine.attention.resolution import Resolution
 from engine.attention.resolve import resolve
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
@@ -108,6 +111,37 @@ def test_our_own_engine_on_gpus(device: str, layout: str, chosen: str, token_byt
     assert (found.chosen, found.geometry.token_bytes) == (chosen, token_bytes)
     missing = next(c for c in found.candidates if c.name == "FLASHINFER_MLA")
     assert "not implemented by the native engine" in missing.reasons
+
+
+def beside(target: Resolution, shape: AttentionShape, **fields: Any) -> Outcome:
+    """A draft in the target's process, on the target's device."""
+    draft = Request(shape, role="draft", method="dspark", engine="native", **fields)
+    group = kv_group(draft, target.request, colocated=True)
+    return judge(replace(draft, kv_group=group), simulated(target.device), target)
+
+
+def test_drafts_in_the_pages_of_a_latent_target() -> None:
+    """AB-2, AB-7: a dense draft chooses for itself; a latent one with the target's attention takes
+    its cache, and one that differs has a layout of its own under the same tables."""
+    causal, open_ = (LayerMode(),), (LayerMode(False),)
+    latent = AttentionShape("", Kind.MLA, 16, 1, 48, causal, "bfloat16", latent=LATENT)
+    asked = Request(latent, kv_dtype="fp8", page_tokens=64, engine="native")
+    target = resolve(asked, simulated("sm90"))
+    dense = AttentionShape("", Kind.MHA, 8, 4, 64, open_, "bfloat16")
+    found = beside(target, dense)
+    assert (found.chosen, found.request.kv_group) == ("TRITON_ATTN", KVGroup.POOLED)
+    assert found.resolution is not None and found.resolution.geometry.dtype == "bfloat16"
+    refused = beside(target, dense, backend="inherit")
+    assert "non-MLA not supported" in str(refused.refusal)
+    same = beside(target, latent)
+    assert (same.chosen, same.request.kv_group) == ("TRITON_MLA", KVGroup.SAME_CACHE)
+    assert same.resolution is not None and same.resolution.geometry == target.geometry
+    other = beside(target, latent, kv_dtype="bfloat16")
+    assert "96 against 60 bytes a token" in str(other.refusal)
+    block = beside(target, replace(latent, modes=open_), kv_dtype="bfloat16")
+    assert (block.chosen, block.request.kv_group) == ("TRITON_MLA", KVGroup.POOLED)
+    assert block.resolution is not None and block.resolution.geometry.token_bytes == 96
+    assert block.resolution.geometry.page_tokens == target.geometry.page_tokens == 64
 
 
 def test_the_cpu_runs_the_reference() -> None:
