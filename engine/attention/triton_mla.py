@@ -17,7 +17,7 @@ from engine.attention.base import LayerMode
 from engine.attention.kernels.latent import _attend_latent
 from engine.attention.kernels.schedule import Tiles
 from engine.attention.triton_attn import TritonPaged, TritonPlan, padded
-from engine.kv.latent import LatentCache, split_fp8
+from engine.kv.latent import LatentCache
 
 _HALF = (torch.float16, torch.bfloat16)
 # Capabilities with shared memory for queries and several units of 576 values.
@@ -60,21 +60,12 @@ class TritonMla(TritonPaged):
         tiles = tiles or latent_tiles(query_heads, half, cache.device)
         super().__init__(cache, query_heads, modes, tiles, processors)
 
-    def _parts(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Latent values, their scales and the keys that turn, as views of the cache."""
-        rank, rope = self.cache.geometry.rank, self.cache.geometry.rope
-        data = self.cache.latent[layer]
-        if self.cache.quantised:
-            found = split_fp8(data, rank, rope)
-            return found.values, found.scales, found.rope
-        return data[..., :rank], data, data[..., rank:]
-
     def _launch(self, plan: TritonPlan, layer: int, q: Tensor, lse: Tensor | None) -> Tensor:
         shape, tiles, mode = self.cache.geometry, self.tiles, self.modes[layer]
         q = q.to(self.dtype)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        values, scales, rope = self._parts(layer)
+        values, scales, rope = self.cache.parts(layer)
         out = q.new_empty((*q.shape[:2], shape.rank))
         logs = out if lse is None else lse
         window = mode.window or 0

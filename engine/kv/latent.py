@@ -137,6 +137,15 @@ class LatentCache(PagedCache):
             latent = pack_fp8(latent, self.geometry.rank, self.geometry.rope)
         store.index_copy_(0, slots, latent.to(store.dtype))
 
+    def parts(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Latent values, scales and keys that turn, as views [pages, page_tokens, ...]; a plain
+        layout has no scales, and the whole cache stands for them."""
+        rank, data = self.geometry.rank, self.latent[layer]
+        if self.quantised:
+            found = split_fp8(data, rank, self.geometry.rope)
+            return found.values, found.scales, found.rope
+        return data[..., :rank], data, data[..., rank:]
+
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [tokens, 1, width]; values [tokens, 1, rank] are their beginning. fp32 if packed."""
         found = self.latent[layer][pages].flatten(0, 1)

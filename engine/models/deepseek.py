@@ -86,7 +86,6 @@ class DeepseekModel:
     ) -> Tensor | None:
         """As `LlamaModel.forward`: runs the rows and writes their KV."""
         run, eps = self.kernels, self.config.rms_eps
-        cos, sin = self.rope.cos[rows.positions], self.rope.sin[rows.positions]
         residual = run.embed(rows.ids, self.embedding)
         tapped = Taps(taps, tap_rows, residual)
         delta: Tensor | None = None
@@ -94,8 +93,7 @@ class DeepseekModel:
             attention = layer.attention
             down = run.norm_linear(residual, delta, layer.norm, eps, attention.down)
             tapped.take(index - 1)
-            queries, latent = attention.project(down, cos, sin)
-            cache.write(index, latent, rows.slots)
+            queries = attention.store(down, self.rope, rows, cache, index)
             found = attention.values(backend.run(rows.plan, index, queries))
             delta = run.linear_add(found, attention.out, residual)
             delta = self._mlp(layer, residual, delta)

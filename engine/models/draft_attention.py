@@ -105,7 +105,7 @@ class LatentDraftAttention(DraftAttention):
         latent = c.latent
         assert latent is not None
         self._cache, self._width = cache, latent.width
-        self._cos, self._sin = rope_tables(c.rope, latent.rope, c.max_positions)
+        self._rope = RopeTables(*rope_tables(c.rope, latent.rope, c.max_positions))
         prefixes = [f"layers.{index}.self_attn" for index in range(c.layer_count)]
         self._layers = [
             LatentProjections(draft, prefix, latent, c.heads, c.hidden_size, kernels)
@@ -117,16 +117,12 @@ class LatentDraftAttention(DraftAttention):
         self._context = kernels.pack(torch.cat(downs))
 
     def store(self, layer: int, projected: Tensor, rows: Rows) -> Tensor:
-        cos, sin = self._cos[rows.positions], self._sin[rows.positions]
-        queries, latent = self._layers[layer].project(projected, cos, sin)
-        self._cache.write(layer, latent, rows.slots)
-        return queries
+        return self._layers[layer].store(projected, self._rope, rows, self._cache, layer)
 
     def found(self, layer: int, attended: Tensor) -> Tensor:
         return self._layers[layer].values(attended)
 
     def write_context(self, context: Tensor, positions: Tensor, slots: Tensor) -> None:
-        cos, sin = self._cos[positions], self._sin[positions]
         down = self._context(context).view(len(slots), -1, self._width)
         for index, layer in enumerate(self._layers):
-            self._cache.write(index, layer.latent(down[:, index], cos, sin), slots)
+            layer.write(down[:, index], self._rope, positions, slots, self._cache, index)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.reference import rotate_ref
+from engine.kv.latent import LatentCache
 from engine.linear import Linear
 from engine.models.latent_config import LatentConfig
-from engine.models.layers import Kernels, norm_weight
+from engine.models.layers import Kernels, RopeTables, Rows, norm_weight
 from engine.weights import Weights
 
 # The norms inside the attention have their own: transformers takes no other from a config.
@@ -55,7 +56,7 @@ def take_down(
 
 class LatentProjections:
     """Everything of an attention layer but the attention itself: `down` of the normed stream, then
-    `project`; attention; `values`, then `out`."""
+    `store`; attention; `values`, then `out`."""
 
     def __init__(
         self,
@@ -103,17 +104,39 @@ class LatentProjections:
         heads = weight.view(self.heads, -1, weight.shape[1])
         return torch.cat([half_split(head, self.c.rope) for head in heads])
 
-    def project(self, down: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What `down` gave for the rows, and cos and sin [rows, rope / 2] of their positions ->
-        queries in the latent space [rows, heads, width], and what to cache [rows, width]."""
+    def store(
+        self, down: Tensor, rope: RopeTables, rows: Rows, cache: LatentCache, layer: int
+    ) -> Tensor:
+        """Takes what `down` gave for the rows: writes what is cached of them, and returns their
+        queries in the latent space [rows, heads, width]."""
+        self.write(down[:, self._query_rows :], rope, rows.positions, rows.slots, cache, layer)
+        cos, sin = rope.cos[rows.positions], rope.sin[rows.positions]
         q = down[:, : self._query_rows]
         if self._up is not None:
             q = self._up(self._kernels.rms_norm(q.contiguous(), self._q_norm, _EPS))
-        latent = self.latent(down[:, self._query_rows :], cos, sin)
         heads = q.view(-1, self.heads, self.c.nope + self.c.rope)
         turned = rotate_ref(heads[..., self.c.nope :], cos, sin)
         inside = self._absorb_k(heads[..., : self.c.nope])
-        return torch.cat((inside, turned), dim=-1), latent
+        return torch.cat((inside, turned.to(inside.dtype)), dim=-1)
+
+    def write(
+        self,
+        down: Tensor,
+        rope: RopeTables,
+        positions: Tensor,
+        slots: Tensor,
+        cache: LatentCache,
+        layer: int,
+    ) -> None:
+        """Caches what W_dkv gave for rows [rows, width], at integer positions and slots [rows]."""
+        if cache.device.type == "cuda":
+            from engine.attention.kernels.latent_store import store_latent
+
+            tables = rope.cos, rope.sin
+            store_latent(down, self._kv_norm, _EPS, tables, positions, slots, cache, layer)
+            return
+        latent = self.latent(down, rope.cos[positions], rope.sin[positions])
+        cache.write(layer, latent, slots)
 
     def latent(self, down: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What to cache [rows, width] of what W_dkv gave for the rows."""

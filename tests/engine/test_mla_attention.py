@@ -184,6 +184,7 @@ CHECKS = [
     "check_layouts",
     "check_rows_stand_alone",
     "check_words_are_refilled",
+    "check_stored_rows_are_the_reference",
     "check_an_engine_runs_it",
 ]
 

@@ -24,6 +24,10 @@ def test_small_sizes() -> None:
     mla_checks.check_layouts()
 
 
+def test_stored_rows() -> None:
+    mla_checks.check_stored_rows_are_the_reference()
+
+
 def test_rows_stand_alone() -> None:
     mla_checks.check_rows_stand_alone()
 
