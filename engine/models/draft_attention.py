@@ -52,13 +52,18 @@ def draft_attention(
     return HeadDraftAttention(c, draft, kernels, cache)
 
 
+def _tables(c: DFlashConfig, width: int, draft: Weights) -> RopeTables:
+    cos, sin = rope_tables(c.rope, width, c.max_positions)
+    return RopeTables(cos.to(draft.device), sin.to(draft.device))
+
+
 class HeadDraftAttention(DraftAttention):
     """Grouped-query attention with norms of queries and keys."""
 
     def __init__(self, c: DFlashConfig, draft: Weights, kernels: Kernels, cache: KVCache) -> None:
         self._kernels, self._cache, self._eps = kernels, cache, c.rms_eps
         self._shape = QkvShape(c.heads, c.kv_heads, c.head_dim)
-        self._rope = RopeTables(*rope_tables(c.rope, c.head_dim, c.max_positions))
+        self._rope = _tables(c, c.head_dim, draft)
         self.into, self.out = [], []
         self._norms: list[HeadNorms] = []
         context: list[Tensor] = []
@@ -105,7 +110,7 @@ class LatentDraftAttention(DraftAttention):
         latent = c.latent
         assert latent is not None
         self._cache, self._width = cache, latent.width
-        self._rope = RopeTables(*rope_tables(c.rope, latent.rope, c.max_positions))
+        self._rope = _tables(c, latent.rope, draft)
         prefixes = [f"layers.{index}.self_attn" for index in range(c.layer_count)]
         self._layers = [
             LatentProjections(draft, prefix, latent, c.heads, c.hidden_size, kernels)
