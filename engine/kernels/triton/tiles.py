@@ -29,19 +29,22 @@ class Tile:
 
 
 _FP32 = Tile(n=16, k=32, warps=4, stages=2)
-# Few columns: small tiles, so that there are programs for every multiprocessor.
-_NARROW = Tile(n=16, k=64, warps=4, stages=4)
-_DEEP = Tile(n=16, k=128, warps=4, stages=4)
-_WIDE = Tile(n=32, k=128, warps=4, stages=4)
+# Small weights: small tiles, so that there are programs for every multiprocessor, and nearly all of
+# a program's weights under way at once, since one trip to memory takes as long as all the rest.
+_SHALLOW = Tile(n=16, k=128, warps=4, stages=5)
+_DEEP = Tile(n=16, k=256, warps=4, stages=6)
+# Large weights: many programs, each with enough under way to keep the memory busy.
+_MANY = Tile(n=32, k=128, warps=4, stages=4)
 _LARGE = Tile(n=32, k=256, warps=4, stages=4)
+_SMALL_COLUMNS, _SHALLOW_DEPTH = 4096, 1024
 
 
 def tile_of(n: int, k: int, dtype: torch.dtype) -> Tile:
     """The tile of a weight [n, k]."""
     if dtype == torch.float32:
         return _FP32
-    if k >= FUSED_NORM_DEPTH:
-        return _LARGE if n >= FUSED_NORM_DEPTH else _DEEP
-    if n > 8192:
-        return _WIDE
-    return _NARROW if k % 128 else _DEEP
+    if k <= FUSED_NORM_DEPTH:
+        if n > _SMALL_COLUMNS:
+            return _MANY
+        return _SHALLOW if k <= _SHALLOW_DEPTH else _DEEP
+    return _LARGE if n >= FUSED_NORM_DEPTH else _DEEP
