@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton import ops, tiles
+from engine.kernels.triton import ops, plain, tiles
 from engine.kernels.triton import reference as ref
 from engine.kernels.triton.noise import gumbel as gumbel_of
 from engine.kernels.triton.noise import philox as philox_words
@@ -109,6 +109,22 @@ def check_deep() -> None:
     table, ids = rand(50, 1100, dtype=torch.bfloat16), ints([4, 49, 0], torch.int32)
     assert torch.equal(ops.embed(ids, table), table[ids.long()].float())
     print("embed: ok")
+
+
+def check_plain() -> None:
+    """torch's own products give what the kernels give, to rounding."""
+    x, stream, scale, w, b = rand(5, 32), rand(5, 32), rand(32), rand(24, 32), rand(24)
+    close("plain linear", plain.linear(x, w, b), ops.linear(x, w, b), 1e-5)
+    got = plain.norm_gate_up(stream, scale, EPS, w, b)
+    close("plain norm_gate_up", got, ops.norm_gate_up(stream, scale, EPS, w, b), 1e-5)
+    index = ints([3, 1])
+    got = plain.head(stream, index, scale, EPS, w)
+    close("plain head", got, ops.head(stream, index, scale, EPS, w), 1e-5)
+    one, other = rand(5, 24), torch.empty(5, 24, device=DEVICE)
+    other.copy_(one)
+    plain.linear_add(x, w, b, one)
+    ops.linear_add(x, w, b, other)
+    close("plain linear_add", one, other, 1e-5)
 
 
 def check_store(dtype: torch.dtype, cache: torch.dtype, dim: int, normed: bool) -> None:
@@ -245,6 +261,7 @@ if __name__ == "__main__":
         check_products(dtype, 64, 33, 18, False)
         check_rows(dtype)
     check_deep()
+    check_plain()
     check_store(torch.float32, torch.float32, 16, True)
     check_store(torch.bfloat16, torch.bfloat16, 24, False)
     check_store(torch.bfloat16, torch.float8_e4m3fn, 16, True)

@@ -159,12 +159,23 @@ class Chain:
 
 
 def time_chain(shape: Shape, rate: float) -> list[dict[str, Any]]:
+    """Each with plain launches and, as `dependent`, with launches that begin early; both draw the
+    same tokens.
+    """
     chain, found = Chain(shape), []
     for rows in (1, 8, 16, 64):
         ids = torch.randint(0, shape.vocab, (rows,), device="cuda")
         positions = torch.arange(rows, device="cuda")
-        us = replay_us(lambda i=ids, p=positions: chain.step(i, p))
-        found.append(row(shape, "chain", rows, us, None, chain.weight_bytes / rate))
+        drawn = []
+        for name, early in (("chain", False), ("dependent", True)):
+            ops.use_dependent_launch(early)
+            tokens = torch.empty_like(ids)
+            body = lambda i=ids, p=positions, t=tokens: t.copy_(chain.step(i, p))  # noqa: E731
+            us = replay_us(body)
+            drawn.append(tokens)
+            found.append(row(shape, name, rows, us, None, chain.weight_bytes / rate))
+        ops.use_dependent_launch(False)
+        assert torch.equal(*drawn), "launching early must not change a bit"
     return found
 
 

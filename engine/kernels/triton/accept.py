@@ -8,9 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.dependent import flags, wait
+
 
 @triton.jit
-def _accept(drawn, given, first, count, out, WIDTH: tl.constexpr, LANES: tl.constexpr):
+def _accept(
+    drawn, given, first, count, out, WIDTH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait(PDL)
     item = tl.program_id(0).to(tl.int64)
     row = tl.load(first + item).to(tl.int64)
     rows = tl.load(count + item).to(tl.int32)
@@ -37,5 +42,5 @@ def accept(drawn: Tensor, given: Tensor, first: Tensor, count: Tensor, width: in
     out = torch.empty(items, 1 + width, dtype=torch.int64, device=drawn.device)
     if items:
         lanes = triton.next_power_of_2(width)
-        _accept[(items,)](drawn, given, first, count, out, width, lanes, num_warps=1)
+        _accept[(items,)](drawn, given, first, count, out, width, lanes, num_warps=1, **flags())
     return out

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.dependent import flags, wait
 from engine.kernels.triton.filters import best_of_four, filtered, lowest_best
 
 _SEGMENT = 1024
@@ -50,8 +51,9 @@ def _settings(temperature, seed, choice, index, row, shift):
 @triton.jit(do_not_specialize=["shift"])
 def _segments(
     logits, temperature, seed, choice, index, values, ids, tops, stride, V, shift,
-    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     segment = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     t, key, number, at = _settings(temperature, seed, choice, index, row, shift)
@@ -71,8 +73,9 @@ def _segments(
 def _choose(
     logits, temperature, seed, choice, index, min_p, top_k, top_p, values, ids, tops, out, stride,
     out_stride, V, shift, SEGMENTS: tl.constexpr, LANES: tl.constexpr, FILTER: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     inside = lane < SEGMENTS
@@ -118,13 +121,13 @@ def draw(
     keys = rows.temperature, rows.seed, rows.choice, rows.index
     _segments[(segments, count)](
         logits, *keys, values, ids, tops, logits.stride(0), vocab, shift, segments, _SEGMENT,
-        num_warps=4,
+        num_warps=4, **flags(),
     )  # fmt: skip
     filters = rows.min_p, rows.top_k, rows.top_p
     some = rows.min_p is not None
     _choose[(count,)](
         logits, *keys, *(filters if some else keys[:3]), values, ids, tops, out, logits.stride(0),
         out.stride(0), vocab, shift, segments, triton.next_power_of_2(segments), some, _BLOCK,
-        num_warps=16 if some else 1,
+        num_warps=16 if some else 1, **flags(),
     )  # fmt: skip
     return out

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.dependent import fetch, fetched_lines, flags, wait
 from engine.kernels.triton.norm import rms_norm
-from engine.kernels.triton.tiles import FUSED_NORM_DEPTH, ROWS, Tile, tile_of
+from engine.kernels.triton.tiles import FUSED_NORM_DEPTH, ROWS, Tile, fitted, tile_of
 
 # The interpreter multiplies bf16 as if it were integers.
 _WIDEN = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,12 +36,18 @@ def _gemm(
     x, index, norm, weight, bias, out, rows, x_stride, out_stride, eps,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     BIAS: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Tiles of rows are neighbours, so that those of the same weights run together.
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     kept_m, kept_n = m < rows, n < N
+    if PDL:
+        column = tl.minimum(n, N - 1)
+        fetch(weight, column, K, LINES)
+        if GATED:
+            fetch(weight, column + N, K, LINES)
+    wait(PDL)
     source = m.to(tl.int64)
     if INDEX:
         source = tl.load(index + m, mask=kept_m, other=0).to(tl.int64)
@@ -108,12 +115,13 @@ def launch(
     if not rows:
         return
     scales, eps = (x, 0.0) if norm is None else norm
+    tile = fitted(tile, x.dtype, weight.dtype, gated)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(n, tile.n))
     _gemm[grid](
         x, x if index is None else index, scales, weight, weight if bias is None else bias, out,
         rows, x.stride(0), out.stride(0), eps, n, k, norm is not None, gated, add,
         bias is not None, index is not None, ROWS, tile.n, tile.k, _WIDEN,
-        num_warps=tile.warps, num_stages=tile.stages,
+        fetched_lines(k), num_warps=tile.warps, num_stages=tile.stages, **flags(),
     )  # fmt: skip
 
 

@@ -8,10 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.dependent import flags, wait
+
 
 @triton.jit
 def _rms_norm(x, index, weight, out, stride, eps, K: tl.constexpr, BLOCK: tl.constexpr,
-              INDEX: tl.constexpr):  # fmt: skip
+              INDEX: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = row
     if INDEX:
@@ -35,13 +38,14 @@ def rms_norm(
     block = triton.next_power_of_2(k)
     _rms_norm[(rows,)](
         x, x if index is None else index, weight, out, x.stride(0), eps, k, block,
-        index is not None, num_warps=min(max(block // 512, 1), 8),
+        index is not None, num_warps=min(max(block // 512, 1), 8), **flags(),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _embed(ids, table, out, K: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(ids, table, out, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(ids + row).to(tl.int64)
@@ -54,5 +58,5 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
     rows, k = ids.shape[0], table.shape[1]
     out = torch.empty(rows, k, dtype=torch.float32, device=table.device)
     if rows:
-        _embed[(rows, triton.cdiv(k, 1024))](ids, table, out, k, 1024, num_warps=4)
+        _embed[(rows, triton.cdiv(k, 1024))](ids, table, out, k, 1024, num_warps=4, **flags())
     return out

@@ -7,6 +7,7 @@ from engine.kernels.triton import require
 require()
 
 from engine.kernels.triton.accept import accept  # noqa: E402
+from engine.kernels.triton.dependent import use_dependent_launch  # noqa: E402
 from engine.kernels.triton.draw import DrawRows, draw  # noqa: E402
 from engine.kernels.triton.gemm import (  # noqa: E402
     head,
@@ -32,5 +33,6 @@ __all__ = [
     "norm_linear",
     "qkv_store",
     "rms_norm",
+    "use_dependent_launch",
     "walk",
 ]

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.dependent import flags, wait
+
 
 @triton.jit
 def _finish(a, b, norm, cos, sin, position, eps, c, inside, D: tl.constexpr, NORM: tl.constexpr):
@@ -38,8 +40,9 @@ def _put(to, a, b, c, inside, D: tl.constexpr, FP8: tl.constexpr):
 def _qkv_store(
     qkv, q_norm, k_norm, cos, sin, positions, slots, cache_k, cache_v, q_out, stride, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     c = tl.arange(0, HALF)
@@ -88,7 +91,7 @@ def qkv_store(
     _qkv_store[(rows, heads + 2 * kv_heads)](
         qkv, q_norm, k_norm, cos, sin, positions, slots, cache_k, cache_v, q, qkv.stride(0), eps,
         heads, kv_heads, dim, triton.next_power_of_2(dim // 2), norms is not None,
-        cache_k.dtype == torch.float8_e4m3fn, num_warps=1,
+        cache_k.dtype == torch.float8_e4m3fn, num_warps=1, **flags(),
     )  # fmt: skip
     return q
 
@@ -97,7 +100,9 @@ def qkv_store(
 def _context_store(
     kv, k_norms, cos, sin, positions, slots, cache, stride, plane, eps,
     HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     which = head // HK  # 2 * layer, plus 1 for values
@@ -138,5 +143,5 @@ def context_store(
     _context_store[(rows, cache.shape[0] * 2 * kv_heads)](
         kv, cos if k_norms is None else k_norms, cos, sin, positions, slots, cache, kv.stride(0),
         cache.stride(1), eps, kv_heads, dim, triton.next_power_of_2(dim // 2),
-        k_norms is not None, cache.dtype == torch.float8_e4m3fn, num_warps=1,
+        k_norms is not None, cache.dtype == torch.float8_e4m3fn, num_warps=1, **flags(),
     )  # fmt: skip

@@ -7,7 +7,8 @@ tests.load.bench_kernels --sweep` tries the alternatives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,3 +49,24 @@ def tile_of(n: int, k: int, dtype: torch.dtype) -> Tile:
             return _MANY
         return _SHALLOW if k <= _SHALLOW_DEPTH else _DEEP
     return _LARGE if n >= FUSED_NORM_DEPTH else _DEEP
+
+
+_DEFAULT_SHARED_BYTES = 96 << 10  # what every GPU since compute capability 8.0 has
+
+
+@functools.cache
+def _shared_bytes() -> int:
+    """Shared memory that one program may have."""
+    if not torch.cuda.is_available():
+        return _DEFAULT_SHARED_BYTES
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(getattr(found, "shared_memory_per_block_optin", _DEFAULT_SHARED_BYTES))
+
+
+@functools.cache
+def fitted(tile: Tile, x: torch.dtype, weight: torch.dtype, gated: bool) -> Tile:
+    """The tile with no more stages than fit the device; they change no bits."""
+    stage = tile.k * (ROWS * x.itemsize + tile.n * (1 + gated) * weight.itemsize + 4)
+    # Triton keeps one block less than there are stages, and a little for its own use.
+    stages = (_shared_bytes() - 4096) // stage + 1
+    return replace(tile, stages=max(2, min(tile.stages, stages)))
