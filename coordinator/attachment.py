@@ -6,12 +6,15 @@ Whatever goes wrong here costs speed and is counted in the record; nothing raise
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+from coordinator.drafters import COLOCATED, SEPARATE, Wanted
 from coordinator.mailbox import Mailbox
-from coordinator.placement import Choice, Group
+from coordinator.offers import Choice
+from coordinator.placement import Group
 from coordinator.record import Record, remaining_ms
-from coordinator.workers import TargetWorker
+from coordinator.workers import DraftWorker, TargetWorker
 from specwire.errors import SpecwireError
 from specwire.rpc import encode_ids
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
@@ -29,7 +32,7 @@ class Attachment:
         self,
         group: Group,
         target: TargetWorker,
-        method: str,
+        wanted: Wanted | None,
         sampling: common_pb2.Sampling,
         k: int,
         deadline: float | None,
@@ -42,10 +45,13 @@ class Attachment:
         # Committed ids that the drafter was told of.
         self.told = 0
         self.have_rows = 0
-        self.given_up = not method
+        self.given_up = wanted is None
+        # Whether the drafter is in the target's process: it needs no opening, and sees the session.
+        self.colocated = False
         # Slack for the first proposal, which takes in the whole context.
         self.grace_s = 0.0
-        self._group, self._settings, self._method = group, group.settings, method
+        self._group, self._settings = group, group.settings
+        self._wanted = wanted or Wanted("")
         self._sampling, self._k, self._deadline, self._record = sampling, k, deadline, record
         self._opening = False
         # The draft that the target sends this generation's rows to.
@@ -56,7 +62,7 @@ class Attachment:
     @property
     def attached(self) -> bool:
         """Whether the drafter follows the session."""
-        return self.mail is not None and not self._opening
+        return self.colocated or (self.mail is not None and not self._opening)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -64,12 +70,16 @@ class Attachment:
         """Opens a drafter that fits the target for a generation; after a bounded wait it is
         attached or not."""
         self.detach()
-        self.key, self.target, self._rows_at = key, target, None
+        before, self.key, self.target, self._rows_at = self.key, key, target, None
         if self.given_up:
             return
-        self._choose(ids)
+        self._choose(ids, before)
         if self.choice is None or not self.choice.worker.link.ready:
             self._record.fell_back("draft_down")
+            return
+        self._record.placement = self.choice.placement
+        if self.choice.placement == COLOCATED:
+            self.colocated = True
             return
         wait_ms = self._settings.draft_open_ms
         if self.choice.standing.breaker.open:
@@ -79,23 +89,23 @@ class Attachment:
             limit = asyncio.get_running_loop().time() + wait_ms / 1000
             await self._await_opened(self.capped(limit))
 
-    def _choose(self, ids: list[int]) -> None:
-        """Keeps a drafter that is up and fits the target; else the best one that does."""
-        if self.choice is not None and self.choice.worker.link.ready:
-            fitting = self.choice.worker.judge(self.target)[0]
-            if self._method in fitting:
-                self.choice = Choice.of(self.choice.worker, fitting[self._method])
-                return
-        self.choice = self._group.drafter(self._method, self.target, ids)
+    def _choose(self, ids: list[int], key: common_pb2.SessionKey) -> None:
+        """The best drafter that fits the target now. One that followed the session as `key` and
+        fits is kept among its like; another is told that it is over."""
+        before = self.choice
+        worker = before.worker if before is not None else None
+        self.choice = self._group.offers.drafter(self._wanted, self.target, ids, keep=worker)
+        if self.choice is None or self.choice.worker is not worker:
+            _end(before, key)
 
     def _send_open(self, ids: list[int]) -> bool:
-        assert self.choice is not None
+        assert self.choice is not None and isinstance(self.choice.worker, DraftWorker)
         worker, model = self.choice.worker, self.target.info
         self.mail = worker.link.open_mailbox(self.key)
         self._opening, self.told = True, len(ids)
         item = draft_pb2.OpenDraft(
             key=self.key,
-            method=self._method,
+            method=self._wanted.method,
             ids=encode_ids(ids),
             sampling=self._sampling,
             max_draft_tokens=min(self._k, self.choice.drafter.max_draft_tokens),
@@ -136,21 +146,42 @@ class Attachment:
 
     def push_to(self) -> target_pb2.PushTo | None:
         """Where the target sends rows; asked once the drafter is open."""
-        if self.choice is None or not self.attached or not self.choice.drafter.needs_rows:
+        choice = self.choice if self.attached else None
+        if choice is None or self.colocated or not choice.drafter.needs_rows:
             return None
-        self._rows_at = self.choice.worker
+        assert isinstance(choice.worker, DraftWorker)
+        self._rows_at = choice.worker
         return target_pb2.PushTo(
-            address=self.choice.worker.push_address,
-            draft_incarnation=self.choice.worker.link.incarnation,
-            format=self.choice.drafter.row_format,
+            address=choice.worker.push_address,
+            draft_incarnation=choice.worker.link.incarnation,
+            format=choice.drafter.row_format,
         )
+
+    def beside(self, then_propose: int) -> target_pb2.ColocatedDraft | None:
+        """The drafter that the target is to use in its own process, and what it proposes first."""
+        if self.choice is None or not self.colocated:
+            return None
+        return target_pb2.ColocatedDraft(
+            method=self.choice.drafter.method,
+            max_draft_tokens=min(self._k, self.choice.drafter.max_draft_tokens),
+            then_propose=then_propose,
+        )
+
+    def refused(self, cause: str) -> None:
+        """The target does not serve this drafter, or sends no rows to it: it is of no use to this
+        session. A separate one may be, where the request leaves that open."""
+        self._record.fell_back(cause)
+        if self.colocated and not self._wanted.placement:
+            self._wanted = replace(self._wanted, placement=SEPARATE)
+        else:
+            self.give_up()
 
     # -- losing and attaching again --------------------------------------------------------------
 
     def reattach(self, step_id: int, ids: list[int], left: int) -> bool:
         """Called between steps while nothing is attached, with `left` tokens to come: opens a
         drafter with all committed ids, without waiting. True: the target must be opened again,
-        since a drafter needs rows and gets none."""
+        since a drafter needs rows and gets none, or is the target's own."""
         if self.given_up or self.attached:
             return False
         if self._opening:
@@ -160,11 +191,12 @@ class Attachment:
         if now < self._try_at:
             return False
         self._try_at = now + _ATTACH_PAUSE_S
-        self._choose(ids)
+        self._choose(ids, self.key)
         choice = self.choice
         if choice is None or not choice.worker.link.ready or choice.standing.breaker.open:
             return False
-        if choice.drafter.needs_rows and self._rows_at is not choice.worker:
+        reads = choice.drafter.needs_rows and self._rows_at is not choice.worker
+        if choice.placement == COLOCATED or reads:
             return self._worth_reopening(len(ids), left)
         self._send_open(ids)
         return False
@@ -208,7 +240,7 @@ class Attachment:
         rows_count: int,
     ) -> bool:
         """Tells the drafter what was committed since it was told last, and asks for `k` tokens."""
-        assert self.choice is not None
+        assert self.choice is not None and isinstance(self.choice.worker, DraftWorker)
         # Filled in place: four times as fast as building two messages with keywords.
         item = draft_pb2.DraftItem()
         advance = item.advance
@@ -238,15 +270,20 @@ class Attachment:
     def detach(self) -> None:
         if self.mail is not None and self.choice is not None:
             self.choice.worker.link.close_mailbox(self.key)
-        self.mail, self._opening = None, False
+        self.mail, self._opening, self.colocated = None, False, False
 
     def close(self) -> None:
         """Tells the drafter that the session is over. Safe to repeat."""
-        if self.choice is not None and self.key.generation:
-            close = target_pb2.CloseSession(key=self.key)
-            self.choice.worker.link.send(draft_pb2.DraftItem(close=close))
+        _end(self.choice, self.key)
         self.detach()
 
     def dropped(self, cause: str) -> None:
         if self.choice is not None:
             self.choice.worker.link.dropped[cause] += 1
+
+
+def _end(choice: Choice | None, key: common_pb2.SessionKey) -> None:
+    """Tells a separate drafter that a generation is over; a co-located one sees it."""
+    if choice is not None and isinstance(choice.worker, DraftWorker) and key.generation:
+        close = target_pb2.CloseSession(key=key)
+        choice.worker.link.send(draft_pb2.DraftItem(close=close))
