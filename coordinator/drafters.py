@@ -52,8 +52,8 @@ class Drafters:
     ) -> None:
         """`before`: those that were at the address until now."""
         self.info, self.placement = info, placement
-        known = before.standings if before is not None else {}
-        self.standings = {
+        known: dict[str, Standing] = before.standings if before is not None else {}
+        self.standings: dict[str, Standing] = {
             d.method: _standing(d, known.get(d.method), settings) for d in info.drafters
         }
         self._judged: dict[int, tuple[dict[str, draft_pb2.DrafterInfo], dict[str, str]]] = {}
