@@ -171,8 +171,11 @@ class Attachment:
         """The target does not serve this drafter, or sends no rows to it: it is of no use to this
         session. A separate one may be, where the request leaves that open."""
         self._record.fell_back(cause)
-        if self.colocated and not self._wanted.placement:
-            self._wanted = replace(self._wanted, placement=SEPARATE)
+        self._record.placement = ""
+        beside = replace(self._wanted, placement=SEPARATE)
+        open_to = self.colocated and not self._wanted.placement
+        if open_to and self._group.offers.drafter(beside, self.target) is not None:
+            self._wanted = beside
         else:
             self.give_up()
 

@@ -100,20 +100,21 @@ class Steps:
         which computed for `drafted_ns`; what a co-located one did stands in the verdict. Free runs
         overlap with the rest."""
         record, worked = self._record, worked_ns(verdict.timings)
-        inside = worked_ns(verdict.proposal.timings)
+        took_ns = arrived_ns - (self._sent_ns or self._verdict_ns)
+        # A drafter is not believed to have worked for longer than that.
+        inside = min(worked_ns(verdict.proposal.timings), took_ns)
         record.spent("draft", inside)
+        if self._sent_ns:
+            record.spent("link", took_ns - worked - inside)
         if verdict.step_id == 0:
             record.spent("prefill", worked)
-            record.spent("link", arrived_ns - self._sent_ns - worked - inside)
             record.first_ns = record.first_ns or arrived_ns
         else:
             assert self._target is not None
             computed = verdict.timings.compute_ns + verdict.proposal.timings.compute_ns + drafted_ns
             record.step(self._sent, verdict.accepted, arrived_ns - self._verdict_ns - computed)
             record.spent("verify", worked)
-            took_ns = arrived_ns - (self._sent_ns or self._verdict_ns) - inside
-            self._target.note_round(self._sent, verdict.base_len, took_ns / 1e9)
+            self._target.note_round(self._sent, verdict.base_len, (took_ns - inside) / 1e9)
             if self._sent_ns:
-                record.spent("link", arrived_ns - self._sent_ns - worked - inside)
                 record.spent("coordinator", self._sent_ns - self._verdict_ns - waited_ns)
         self._verdict_ns = arrived_ns

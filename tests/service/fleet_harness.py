@@ -18,6 +18,7 @@ from specwire.generation import Generation
 from target_svc.app import Loaded, TargetApp
 from target_svc.sessions import Session
 from target_svc.settings import TargetSettings
+from tests.service.colocated_toy import ColocatedToy
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, document
 from tests.service.toy_engine import ToyEngine
 
@@ -64,7 +65,9 @@ class ToyTarget:
 
 
 class FleetWorld:
-    def __init__(self, targets: list[ToyTarget], drafts: list[ScriptedDraft]) -> None:
+    def __init__(
+        self, targets: list[ToyTarget | ColocatedToy], drafts: list[ScriptedDraft]
+    ) -> None:
         self.targets, self.drafts = targets, drafts
         self.host: CoordinatorHost
         self.client: AsyncClient
@@ -88,12 +91,12 @@ class FleetWorld:
         await until(lambda: any(s.emitted >= 10 for s in self.host.servicer.sessions.values()))
         return task
 
-    def at(self) -> ToyTarget:
+    def at(self) -> ToyTarget | ColocatedToy:
         """The target of the only running session."""
         (session,) = self.host.servicer.sessions.values()
         return next(t for t in self.targets if t.address == session.target.address)
 
-    def other(self, target: ToyTarget) -> ToyTarget:
+    def other(self, target: ToyTarget | ColocatedToy) -> ToyTarget | ColocatedToy:
         return next(t for t in self.targets if t is not target)
 
 
@@ -107,16 +110,22 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 async def fleet_world(
     drafts: Sequence[ScriptedDraft] = (),
     engine: dict[str, Any] | None = None,
-    infos: Sequence[dict[str, Any]] = ({}, {}),
+    infos: Sequence[dict[str, Any] | ColocatedToy] = ({}, {}),
     *,
     start: bool = True,
     **settings: Any,
 ) -> AsyncIterator[FleetWorld]:
-    """One target per entry of `infos`; `start=False` leaves every worker absent."""
+    """One target per entry of `infos`, or the co-located one that stands there; `start=False`
+    leaves every worker absent."""
     with tempfile.TemporaryDirectory() as folder:
-        targets = [
-            ToyTarget(f"unix:{folder}/t{i}", engine or {}, **info) for i, info in enumerate(infos)
-        ]
+        targets: list[ToyTarget | ColocatedToy] = []
+        for i, info in enumerate(infos):
+            address = f"unix:{folder}/t{i}"
+            if isinstance(info, ColocatedToy):
+                info.address = address
+                targets.append(info)
+            else:
+                targets.append(ToyTarget(address, engine or {}, **info))
         addresses = [f"unix:{folder}/d{i}" for i in range(len(drafts))]
         for draft, address in zip(drafts, addresses, strict=True):
             draft.address = address
@@ -143,3 +152,5 @@ async def fleet_world(
                 await draft.stop()
             for target in targets:
                 await target.stop()
+        for target in targets:
+            assert not (isinstance(target, ColocatedToy) and target.broken), target.broken
