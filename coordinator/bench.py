@@ -13,14 +13,16 @@ import uvloop
 
 from coordinator import bench_report as report_of
 from coordinator import options as opt
+from coordinator.bench_modes import Mode, pairs, parse_modes, placed, rotated, wants_colocated
 from coordinator.bench_prompts import Prompt, load_prompts
-from coordinator.bench_stats import PromptRun, overhead_ms_per_round, summarize
+from coordinator.bench_stats import PromptRun, ratios, summarize
+from coordinator.drafters import COLOCATED
+from coordinator.local import LocalOptions
 from specwire.client import AsyncClient, AsyncStream, Delta, Finished, GenerateOptions
-from specwire.errors import SpecwireError
+from specwire.info import WorkerState
 
 WARM_UP = Prompt(-1, "warm-up", ({"role": "user", "content": "Count from one to ten."},))
 WARM_UP_TOKENS = 24
-EXACTNESS = ("exact", "fast")
 
 
 @dataclass(frozen=True)
@@ -32,39 +34,10 @@ class BenchOptions:
     num_speculative_tokens: int | None = None
 
 
-@dataclass(frozen=True)
-class Mode:
-    """One column. `draft` is the default drafter; `plain@fast` has its own exactness."""
-
-    label: str
-    method: str
-    exactness: str
-
-
 class Streams(Protocol):
     """What the bench needs of a client; tests put another in its place."""
 
     def stream(self, **options: Unpack[GenerateOptions]) -> AsyncStream: ...
-
-
-def parse_modes(text: str, exactness: str) -> list[Mode]:
-    if exactness not in EXACTNESS:
-        raise SpecwireError.field("--exactness", exactness, ", ".join(EXACTNESS))
-    modes: list[Mode] = []
-    for label in (part.strip() for part in text.split(",")):
-        name, at, chosen = label.partition("@")
-        if not name or (at and chosen not in EXACTNESS):
-            raise SpecwireError.field("--modes", text, "NAME or NAME@exact or NAME@fast, by commas")
-        if label in (mode.label for mode in modes):
-            raise SpecwireError.field("--modes", text, f"each mode once; {label} is there twice")
-        modes.append(Mode(label, "" if name == "draft" else name, chosen or exactness))
-    return modes
-
-
-def rotated(modes: Sequence[Mode], turn: int) -> list[Mode]:
-    """Each mode is first equally often: who goes second finds warmer caches."""
-    at = turn % len(modes)
-    return [*modes[at:], *modes[:at]]
 
 
 async def run_modes(
@@ -125,7 +98,7 @@ async def measure(
         max_tokens=max_tokens,
         temperature=options.temperature,
         seed=options.seed,
-        method=mode.method,
+        method=mode.request,
         exactness=mode.exactness,
         num_speculative_tokens=None if plain else options.num_speculative_tokens,
         return_token_ids=True,
@@ -155,6 +128,8 @@ async def measure(
         drafted_by_position=record.drafted_by_position,
         accepted_by_position=record.accepted_by_position,
         phase_ms=dict(record.phase_ms),
+        drafted=record.per_step_drafted,
+        outside_us=record.per_step_outside_us,
     )
 
 
@@ -164,10 +139,13 @@ async def compare(
     prompts: Sequence[Prompt],
     modes: Sequence[Mode],
     options: BenchOptions,
-) -> tuple[report_of.Report, dict[str, float | None]]:
-    """The JSON report, and each mode's overhead for the table."""
+    *,
+    colocate: bool = False,
+) -> report_of.Report:
+    """The JSON report. `colocate`: drafters that are in both places are measured in both."""
     async with AsyncClient(address) as client:
         server = await client.info()
+        modes = placed(modes, server, both=colocate)
         runs = await run_modes(client, prompts, modes, options, opt.say)
     settings = {
         **asdict(options),
@@ -175,15 +153,24 @@ async def compare(
         or server.default_num_speculative_tokens
         or "adaptive",
         "modes": [mode.label for mode in modes],
+        "methods": {mode.label: mode.request for mode in modes},
         "default_method": server.default_method,
         "fingerprint": server.model.fingerprint,
-        "workers": {worker.role: worker.device for worker in server.workers},
-        "attention": {worker.role: worker.attention.chosen for worker in server.workers},
+        "workers": {_role(worker): worker.device for worker in server.workers},
+        "attention": {_role(worker): worker.attention.chosen for worker in server.workers},
     }
     entries = {label: summarize(found, runs.get("plain")) for label, found in runs.items()}
     environment = report_of.environment(prompts_file, settings, server.model.name)
-    overheads = {label: overhead_ms_per_round(found) for label, found in runs.items()}
-    return {"environment": environment, "modes": entries}, overheads
+    return {
+        "environment": environment,
+        "modes": entries,
+        "colocated_over_separate": ratios(entries, pairs(modes)),
+    }
+
+
+def _role(worker: WorkerState) -> str:
+    """`target`, `draft`, and `draft@colocated` for the one in the target's process."""
+    return f"{worker.role}@{COLOCATED}" if worker.placement == COLOCATED else worker.role
 
 
 def bench(
@@ -195,12 +182,16 @@ def bench(
         str,
         typer.Option(
             help="Modes to compare: `plain`, `draft` (the default drafter), or drafters by name: "
-            "`ngram`, `hybrid`, `dflash`, `draft_model`; NAME@fast for one."
+            "`ngram`, `hybrid`, `dflash`, `draft_model`; NAME@fast for one, NAME@colocated for the "
+            "drafter in the target's process (NAME beside it is the separate one then)."
         ),
     ] = "plain,draft",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens a prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="The seed of every prompt.")] = 0,
+    colocate: Annotated[
+        bool, typer.Option("--colocate", help="Measure each drafter that can in both places.")
+    ] = False,
     exactness: Annotated[str, typer.Option(help="`exact` or `fast`, for all modes.")] = "exact",
     num_speculative_tokens: opt.DraftTokens = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
@@ -213,12 +204,16 @@ def bench(
     One request at a time, modes alternate prompt by prompt, generation stops at the end token.
     tau = (tokens - 1) / verify steps, summed per category, then the mean over categories.
     phase_ms in the JSON are totals: divide by rounds. A prompt's later modes, and later turns of a
-    chat, find what they share in the prefix cache, as requests in service do.
+    chat, find what they share in the prefix cache, as requests in service do. "outside" is what a
+    round takes beyond the computing of target and draft: the median over the rounds that drafted.
+    A deployment of its own has both a draft service and, where a mode asks for it, the same drafter
+    in the target's process: one target serves all modes.
 
     Examples:
 
     \b
       specwire bench --prompts prompts.jsonl --modes plain,ngram,dflash --json out.json
+      specwire bench --prompts prompts.jsonl --modes dflash,dflash@colocated
       specwire bench --prompts prompts.jsonl --modes plain@fast,draft --temperature 0.8 --seed 7
       specwire bench --prompts prompts.jsonl --address 127.0.0.1:7070 --plot out.png
     """
@@ -230,9 +225,11 @@ def bench(
         report_of.require_writable("--plot", plot)
         report_of.require_matplotlib()
     options = BenchOptions(max_tokens, temperature, seed, exactness, num_speculative_tokens)
-    with opt.coordinator_address(address) as found:
-        report, overheads = uvloop.run(compare(found, prompts, loaded, chosen, options))
-    report_of.print_table(report, overheads, report_of.console())
+    inside = colocate or wants_colocated(chosen)
+    with opt.coordinator_address(address, LocalOptions(colocate=inside)) as found:
+        run = compare(found, prompts, loaded, chosen, options, colocate=colocate)
+        report = uvloop.run(run)
+    report_of.print_table(report, report_of.console())
     if json_file is not None:
         report_of.write_json(report, json_file)
     if plot is not None:

@@ -24,10 +24,8 @@ def demo() -> bool:
     options = BenchOptions(max_tokens=MAX_TOKENS)
     with opt.terminated_cleanly(), LocalDeployment(progress=opt.say) as deployment:
         modes = parse_modes("plain,draft", options.exactness)
-        report, overheads = uvloop.run(
-            compare(deployment.address, PROMPTS, prompts, modes, options)
-        )
-    print_table(report, overheads, console())
+        report = uvloop.run(compare(deployment.address, PROMPTS, prompts, modes, options))
+    print_table(report, console())
     plain, draft = report["modes"]["plain"], report["modes"]["draft"]
     if plain["decode_tokens_per_s"] and draft["decode_tokens_per_s"]:
         print(f"plain        {plain['decode_tokens_per_s']:6.1f} tokens/s")
