@@ -8,7 +8,8 @@ from pathlib import Path
 import uvloop
 
 from coordinator import options as opt
-from coordinator.bench import BenchOptions, compare, parse_modes
+from coordinator.bench import BenchOptions, compare
+from coordinator.bench_modes import parse_modes
 from coordinator.bench_prompts import load_prompts
 from coordinator.bench_report import console, print_table
 from coordinator.local import LocalDeployment

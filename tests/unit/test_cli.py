@@ -17,7 +17,7 @@ from coordinator.cli import main
 from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
 from coordinator.talk import shower
 from specwire.client import Acceptance, Client, Delta, Finished, FinishReason, Sampling, Usage
-from specwire.errors import SpecwireError
+from specwire.errors import Reason, SpecwireError
 from specwire.generation import collect
 from specwire.request import build_request
 from specwire.v1 import common_pb2, generate_pb2
