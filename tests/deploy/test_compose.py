@@ -17,7 +17,7 @@ from tests.deploy.compose_file import FILE, ROOT, LocalServices, load, of_profil
 from tests.deploy.json_schema import Validator
 from tests.engine.tiny import VOCAB, write_llama
 
-PROFILES = ("cpu", "gpu")
+PROFILES = ("cpu", "gpu", "cpu-colocated", "gpu-colocated")
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,13 @@ def test_the_schema_check_sees_mistakes(schema: Validator, path: str, value: obj
 @pytest.mark.parametrize("profile", PROFILES)
 def test_each_profile_is_a_whole_deployment(profile: str) -> None:
     services = of_profile(load(), profile)
-    assert sorted(s["command"][2] for s in services.values()) == [
-        "coordinator",
-        "draft_svc",
-        "target_svc",
-    ]
+    variant, _, colocated = profile.partition("-")
+    draft = [] if colocated else ["draft_svc"]
+    rooms = sorted(s["command"][2] for s in services.values())
+    assert rooms == ["coordinator", *draft, "target_svc"]
     for name, service in services.items():
-        assert service["image"].endswith(f":{profile}"), name
-        assert service["build"]["args"]["VARIANT"] == profile
+        assert service["image"].endswith(f":{variant}"), name
+        assert service["build"]["args"]["VARIANT"] == variant
         assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), "not root"
         assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["init"]
         assert "privileged" not in service and "/var/run/docker.sock" not in str(service)
@@ -78,13 +77,32 @@ def test_each_profile_is_a_whole_deployment(profile: str) -> None:
             key for key in service["environment"] if re.search("TOKEN|SECRET|KEY|PASS", key)
         ]
         devices = service["deploy"]["resources"].get("reservations", {}).get("devices", [])
-        wants_gpu = profile == "gpu" and service["command"][2] != "coordinator"
+        wants_gpu = variant == "gpu" and service["command"][2] != "coordinator"
         assert [d["capabilities"] for d in devices] == ([["gpu"]] if wants_gpu else [])
         # Only the coordinator can be reached from outside, and only from this machine.
         published = service.get("ports", [])
         assert published == (["127.0.0.1:7000:7000"] if "coordinator" in name else [])
         assert (set(service["networks"]) - {"links"} == {"public"}) == bool(published)
     assert load()["networks"]["links"]["internal"]
+
+
+@pytest.mark.parametrize("variant", ["cpu", "gpu"])
+def test_the_draft_has_one_place(variant: str) -> None:
+    """Pushing rows and the draft's address belong to the draft service; the same draft is the
+    target's own where there is none. Everything else of the target stays as it is."""
+    separate, colocated = (
+        {s["command"][2]: s for s in of_profile(load(), profile).values()}
+        for profile in (variant, f"{variant}-colocated")
+    )
+    apart, inside = (dict(found["target_svc"]["environment"]) for found in (separate, colocated))
+    assert apart.pop("SPECWIRE_TARGET_PUSH_ALLOW") == "draft:7002"
+    draft = separate["draft_svc"]["environment"]["SPECWIRE_DRAFT_DRAFT"]
+    assert inside.pop("SPECWIRE_TARGET_COLOCATE") == draft
+    assert apart == inside
+    commands = [found["coordinator"]["command"] for found in (separate, colocated)]
+    assert [word for word in commands[0] if word not in commands[1]] == ["--draft=draft:7002"]
+    reserved = [found["target_svc"]["deploy"] for found in (separate, colocated)]
+    assert reserved[0] == reserved[1]
 
 
 def test_variables_of_compose_alone_cannot_be_mistaken_for_settings() -> None:

@@ -276,7 +276,7 @@ TRICKS: dict[str, Callable[[Verdict, list[int], int], Proposal]] = {
 
 @pytest.mark.parametrize("trick", TRICKS)
 async def test_a_proposal_that_cannot_be_is_dropped_and_counted(trick: str) -> None:
-    """WC-16, WC-33: never an error, never a token of another text. The drafter behaves again."""
+    """WC-10: never an error, never a token of another text. The drafter behaves again."""
 
     def script(verdict: Verdict, ids: list[int], k: int) -> Proposal:
         tricks = verdict.step_id in (0, 3)
@@ -312,7 +312,7 @@ async def test_proposals_that_nobody_asked_for_are_dropped() -> None:
 
 @pytest.mark.parametrize("silent", [True, False], ids=["says nothing", "says that it failed"])
 async def test_a_drafter_that_fails_leaves_its_sessions_plain_with_the_reason(silent: bool) -> None:
-    """Three failures in a row open its breaker: free runs, and a try now and then."""
+    """WC-12: three failures in a row open its breaker: free runs, and a try now and then."""
     broken = True
 
     def script(verdict: Verdict, ids: list[int], k: int) -> Proposal | None:
