@@ -56,12 +56,12 @@ def wants_colocated(modes: Sequence[Mode]) -> bool:
     return any(mode.placement == COLOCATED for mode in modes)
 
 
-def placed(modes: Sequence[Mode], server: ServerInfo, *, both: bool) -> list[Mode]:
-    """The modes as requests to this server. `both`: each drafter that is in both places is measured
-    in both. A mode that names no place stands for the separate drafter beside its co-located twin.
-    """
-    inside, beside = _methods(server, COLOCATED), _methods(server, SEPARATE)
-    name, _, place = server.default_method.partition("@")
+def placed(modes: Sequence[Mode], servers: Sequence[ServerInfo], *, both: bool) -> list[Mode]:
+    """The modes as requests; the default method is the first server's. `both`: each drafter that is
+    in both places is measured in both. A mode that names no place stands for the separate drafter
+    beside its co-located twin."""
+    inside, beside = _methods(servers, COLOCATED), _methods(servers, SEPARATE)
+    name, _, place = servers[0].default_method.partition("@")
     found: list[Mode] = []
     for mode in modes:
         if not mode.method:
@@ -100,9 +100,10 @@ def rotated(modes: Sequence[Mode], turn: int) -> list[Mode]:
     return [*modes[at:], *modes[:at]]
 
 
-def _methods(server: ServerInfo, placement: str) -> set[str]:
+def _methods(servers: Sequence[ServerInfo], placement: str) -> set[str]:
     return {
         method
+        for server in servers
         for worker in server.workers
         if worker.placement == placement
         for method in worker.methods

@@ -8,10 +8,11 @@ from pathlib import Path
 import uvloop
 
 from coordinator import options as opt
-from coordinator.bench import BenchOptions, compare
+from coordinator.bench import compare
 from coordinator.bench_modes import parse_modes
 from coordinator.bench_prompts import load_prompts
 from coordinator.bench_report import console, print_table
+from coordinator.bench_run import BenchOptions
 from coordinator.local import LocalDeployment
 from specwire.errors import SpecwireError
 

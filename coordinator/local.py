@@ -28,6 +28,8 @@ Progress = Callable[[str], None]
 START_TIMEOUT_S = 180.0
 STOP_GRACE_S = 8.0
 LOG_TAIL_LINES = 5
+# Of the draft that ships.
+COLOCATED_METHOD = "dflash"
 # sockaddr_un holds 108 bytes, the closing zero included.
 SOCKET_PATH_BYTES = 107
 
@@ -38,10 +40,8 @@ class LocalOptions:
     draft: str = "default"
     exactness: str = "exact"
     threads: int = 0
-    # The draft in the target's process too.
-    colocate: bool = False
-    # A draft service.
-    separate: bool = True
+    # Method of the draft where it is in the target's process; empty: it has a service of its own.
+    colocate: str = ""
     # Where the coordinator listens; empty: a private UNIX socket.
     listen: str = ""
     # More flags for a service, by module: tests use them.
@@ -102,7 +102,7 @@ class LocalDeployment:
     def start(self) -> None:
         """Starts all at once, since they load side by side, and waits until they serve."""
         began = time.monotonic()
-        draft = ("draft_svc",) if self.options.separate else ()
+        draft = () if self.options.colocate else ("draft_svc",)
         for module in ("target_svc", *draft, "coordinator"):
             self.spawn(module)
         for child in list(self.children.values()):
@@ -174,8 +174,8 @@ class LocalDeployment:
             flags = ["--model", options.model, "--exactness", options.exactness]
             flags += ["--threads", threads]
             if options.colocate:
-                flags += ["--colocate", options.draft]
-            if options.separate:
+                flags += ["--colocate", options.colocate, "--draft-checkpoint", options.draft]
+            else:
                 flags += ["--push-allow", self.draft_address]
         elif module == "draft_svc":
             address = self.draft_address
@@ -183,7 +183,7 @@ class LocalDeployment:
         else:
             address = self.address
             flags = ["--target", self.target_address]
-            if options.separate:
+            if not options.colocate:
                 flags += ["--draft", self.draft_address]
         return address, ["--address", address, *flags, *options.flags_of(module)]
 

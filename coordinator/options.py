@@ -123,13 +123,13 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def coordinator_address(address: str, own: LocalOptions | None = None) -> Iterator[str]:
+def coordinator_address(address: str) -> Iterator[str]:
     """The address given, or a running default deployment, or an own one for this block."""
     found = address or running_address()
     if found:
         yield found
         return
-    with terminated_cleanly(), LocalDeployment(own or LocalOptions(), say) as deployment:
+    with terminated_cleanly(), LocalDeployment(LocalOptions(), say) as deployment:
         yield deployment.address
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from coordinator import runtime_file
-from coordinator.local import LocalDeployment, LocalOptions, parse_extra
+from coordinator.local import COLOCATED_METHOD, LocalDeployment, LocalOptions, parse_extra
 from coordinator.options import say, terminated_cleanly
 from specwire.errors import Reason, SpecwireError
 
@@ -62,8 +62,7 @@ def up(
         draft=draft,
         exactness=exactness,
         threads=threads,
-        colocate=colocate,
-        separate=not colocate,
+        colocate=COLOCATED_METHOD if colocate else "",
         listen=listen,
         extra=parse_extra(settings or ()),
     )

@@ -1,4 +1,5 @@
-"""The co-located deployment on a Blackwell node, resolved here: what each role runs with the settings of the compose file. Simulated devices, `config.json` and nothing else."""
+"""The co-located deployment on a Blackwell node, resolved here: what each of the two runs with the
+settings of the compose file. Simulated devices, `config.json` and nothing else."""
 
 from __future__ import annotations
 

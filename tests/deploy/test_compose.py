@@ -97,7 +97,8 @@ def test_the_draft_has_one_place(variant: str) -> None:
     apart, inside = (dict(found["target_svc"]["environment"]) for found in (separate, colocated))
     assert apart.pop("SPECWIRE_TARGET_PUSH_ALLOW") == "draft:7002"
     draft = separate["draft_svc"]["environment"]["SPECWIRE_DRAFT_DRAFT"]
-    assert inside.pop("SPECWIRE_TARGET_COLOCATE") == draft
+    assert inside.pop("SPECWIRE_TARGET_DRAFT_CHECKPOINT") == draft
+    assert inside.pop("SPECWIRE_TARGET_COLOCATE") == "dflash"
     assert apart == inside
     commands = [found["coordinator"]["command"] for found in (separate, colocated)]
     assert [word for word in commands[0] if word not in commands[1]] == ["--draft=draft:7002"]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from coordinator.bench import BenchOptions, compare
+from coordinator.bench import compare
 from coordinator.bench_modes import parse_modes
 from coordinator.bench_prompts import load_prompts
+from coordinator.bench_run import BenchOptions
 from coordinator.local import LocalDeployment, LocalOptions, parse_extra
 from tests.engine.tiny import VOCAB, write_llama
 

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from coordinator import bench_report
-from coordinator.bench import BenchOptions, run_modes
 from coordinator.bench_modes import Mode, pairs, parse_modes, placed, rotated
 from coordinator.bench_prompts import Prompt, load_prompts, parse_line
+from coordinator.bench_run import BenchOptions, Clients, run_modes
 from coordinator.bench_stats import (
     PromptRun,
     acceptance_by_position,
@@ -245,7 +245,7 @@ BOTH = server("dflash", colocated=("dflash",), separate=("dflash", "ngram"))
 def test_modes_and_the_places_of_their_drafters(
     given: str, both: bool, requests: list[str]
 ) -> None:
-    modes = placed(parse_modes(given, "exact"), BOTH, both=both)
+    modes = placed(parse_modes(given, "exact"), [BOTH], both=both)
     assert [mode.request for mode in modes] == requests
     assert len(pairs(modes)) == ("dflash@separate" in requests)
 
@@ -253,10 +253,10 @@ def test_modes_and_the_places_of_their_drafters(
 def test_a_mode_alone_keeps_its_one_place() -> None:
     """Without a draft service beside it, `dflash` is the co-located one anyway."""
     inside = server("dflash", colocated=("dflash",))
-    modes = placed(parse_modes("dflash,dflash@colocated", "exact"), inside, both=False)
+    modes = placed(parse_modes("dflash,dflash@colocated", "exact"), [inside], both=False)
     assert [mode.request for mode in modes] == ["dflash", "dflash@colocated"] and not pairs(modes)
     with pytest.raises(SpecwireError, match="one of: dflash"):
-        placed(parse_modes("plain,ngram", "exact"), BOTH, both=True)
+        placed(parse_modes("plain,ngram", "exact"), [BOTH], both=True)
 
 
 def test_rotation_gives_each_mode_each_place() -> None:
@@ -303,7 +303,7 @@ async def test_modes_alternate_prompt_by_prompt_after_a_warm_up() -> None:
     client = FakeClient()
     prompts = [Prompt(i, "chat", ({"role": "user", "content": str(i)},)) for i in range(3)]
     modes = parse_modes("plain,draft", "exact")
-    runs = await run_modes(client, prompts, modes, BenchOptions(seed=5), lambda line: None)
+    runs = await run_modes(Clients(client), prompts, modes, BenchOptions(seed=5), lambda line: None)
     order = [(call["messages"][0]["content"], call["method"]) for call in client.calls[2:]]
     expected = [("0", "plain"), ("0", ""), ("1", ""), ("1", "plain"), ("2", "plain"), ("2", "")]
     assert order == expected
@@ -318,7 +318,7 @@ async def test_margins_are_fetched_only_for_what_differs() -> None:
     client = FakeClient()
     prompts = [Prompt(0, "chat", ({"role": "user", "content": "a"},))]
     modes = parse_modes("plain,ngram", "fast")
-    runs = await run_modes(client, prompts, modes, BenchOptions(), lambda line: None)
+    runs = await run_modes(Clients(client), prompts, modes, BenchOptions(), lambda line: None)
     assert client.calls[-1]["return_margins"]
     entry = summarize(runs["ngram"], runs["plain"])
     assert entry["divergences"] == [

@@ -186,23 +186,22 @@ def test_settings_of_services_pass_through() -> None:
     assert options.flags_of("coordinator") == []
 
 
-@pytest.mark.parametrize(
-    ("colocate", "separate"), [(False, True), (True, False), (True, True)], ids=str
-)
-def test_each_topology_starts_what_it_needs(colocate: bool, separate: bool) -> None:
-    options = LocalOptions(draft="d", colocate=colocate, separate=separate)
+@pytest.mark.parametrize("colocate", ["", "dflash"])
+def test_each_topology_starts_what_it_needs(colocate: str) -> None:
+    options = LocalOptions(draft="d", colocate=colocate)
     deployment = LocalDeployment(options)
     started: list[str] = []
     deployment.spawn = started.append  # type: ignore[assignment,method-assign]
     deployment._wait_workers = lambda deadline: None  # type: ignore[method-assign]
     deployment.start()
-    draft = ["draft_svc"] if separate else []
+    draft = [] if colocate else ["draft_svc"]
     assert started == ["target_svc", *draft, "coordinator"]
     _, target = deployment._command("target_svc")
     _, coordinator = deployment._command("coordinator")
-    assert ("--colocate d" in " ".join(target)) == colocate
+    inside = "--colocate dflash --draft-checkpoint d"
+    assert (inside in " ".join(target)) == bool(colocate)
     for flags, name in ((target, "--push-allow"), (coordinator, "--draft")):
-        assert (f"{name} {deployment.draft_address}" in " ".join(flags)) == separate
+        assert (f"{name} {deployment.draft_address}" in " ".join(flags)) != bool(colocate)
     deployment.stop()
 
 
@@ -217,7 +216,7 @@ def test_up_has_one_place_for_the_draft(monkeypatch: pytest.MonkeyPatch) -> None
     for colocate in (False, True):
         with pytest.raises(SpecwireError, match="enough"):
             up.up(colocate=colocate)
-    assert [(o.colocate, o.separate) for o in found] == [(False, True), (True, False)]
+    assert [options.colocate for options in found] == ["", "dflash"]
 
 
 def test_children_wait_passively() -> None:
