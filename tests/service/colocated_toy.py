@@ -121,8 +121,14 @@ class ColocatedToy(target_pb2_grpc.TargetServiceServicer):
         reader = asyncio.create_task(read())
         try:
             while (reply := await out.get()) is not None:
+                replies = [reply]
+                while not out.empty():
+                    if (more := out.get_nowait()) is None:
+                        out.put_nowait(None)
+                        break
+                    replies.append(more)
                 yield target_pb2.TargetServiceLinkResponse(
-                    incarnation=self.incarnation, replies=[reply]
+                    incarnation=self.incarnation, replies=replies
                 )
         finally:
             reader.cancel()
