@@ -131,9 +131,12 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
                 draft_pb2.DraftServiceGetInfoRequest(), timeout=_INFO_TIMEOUT_S
             )
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                return None
-            raise
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                text = f"its draft role says {error.code().name}"
+                log.warning("not co-located", extra={"address": self.address, "why": text})
+            return None
         if info.worker.incarnation != incarnation:
             text = "another process answers as the draft there"
             log.warning("not co-located", extra={"address": self.address, "why": text})

@@ -63,6 +63,7 @@ class ColocatedToy(target_pb2_grpc.TargetServiceServicer):
         ]
         # What the draft role says it is, where that is not the truth.
         self.false_incarnation = 0
+        self.broken_info: grpc.StatusCode | None = None
         # Reason for which an open with a drafter is refused.
         self.refuse: Reason | None = None
         # Reason for which every step is refused.
@@ -250,6 +251,8 @@ class _Drafts(draft_pb2_grpc.DraftServiceServicer):
 
     async def GetInfo(self, request: Any, context: Any) -> draft_pb2.DraftServiceGetInfoResponse:
         toy = self._toy
+        if toy.broken_info is not None:
+            await context.abort(toy.broken_info, "scripted")
         incarnation = toy.false_incarnation or toy.incarnation
         worker = common_pb2.WorkerInfo(protocol_major=1, incarnation=incarnation, device="cpu")
         return draft_pb2.DraftServiceGetInfoResponse(worker=worker, drafters=toy.drafters)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import grpc
 import pytest
 
+from coordinator.info_view import worker_table
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, target_pb2
 from tests.service.colocated_toy import ColocatedToy, proposal
@@ -159,6 +161,8 @@ async def test_what_serves_is_said() -> None:
         assert info.workers[0].address == info.workers[1].address != info.workers[2].address
         assert info.methods == ("plain", "toy", "toy@colocated", "toy@separate")
         assert info.default_method == "toy"
+        roles = list(worker_table(info).columns[0].cells)
+        assert roles == ["target", "draft, co-located", "draft"]
 
 
 @pytest.mark.parametrize(
@@ -194,10 +198,13 @@ async def test_what_nobody_has_is_refused_and_what_there_is_named(method: str) -
         assert method in caught.value.message and "plain, toy" in caught.value.message
 
 
-async def test_another_incarnation_is_not_co_located() -> None:
-    """Two processes behind one address prove nothing: the target serves, without that drafter."""
+@pytest.mark.parametrize("broken", [None, "INTERNAL", "UNIMPLEMENTED"])
+async def test_another_incarnation_is_not_co_located(broken: str | None) -> None:
+    """Two processes behind one address prove nothing: the target serves, without that drafter. So
+    does one whose draft role does not answer."""
     toy = ColocatedToy()
     toy.false_incarnation = 7
+    toy.broken_info = getattr(grpc.StatusCode, broken) if broken else None
     async with fleet_world(infos=[toy]) as made:
         assert (await made.client.info()).methods == ("plain",)
         result = await made.generate()
