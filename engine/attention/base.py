@@ -11,7 +11,7 @@ import torch
 
 from engine.attention.mode import LayerMode as LayerMode
 from engine.kv.cache import KVCache
-from engine.kv.pool import PageTable
+from engine.kv.pool import PageTable, TableView
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Span:
     Keys [0, start+row_count) of `table` must be written when the layer runs.
     """
 
-    table: PageTable
+    table: PageTable | TableView
     start: int
     first_row: int
     row_count: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.attention.base import AttentionBackend
@@ -12,7 +12,8 @@ from engine.attention.capabilities import Kind
 from engine.attention.cpu_attn import CpuAttention
 from engine.attention.devices import DeviceProfile
 from engine.attention.mode import LayerMode
-from engine.attention.request import AttentionShape, Request
+from engine.attention.outcome import kv_group
+from engine.attention.request import AttentionShape, KVGroup, Request
 from engine.attention.resolution import Resolution
 from engine.attention.resolve import resolve
 from engine.attention.torch_sdpa import TorchSdpa
@@ -54,10 +55,14 @@ def resolve_attention(
     role: Literal["target", "draft"] = "target",
     method: str = "",
     query_tokens: int = 1,
+    target: Resolution | None = None,
+    group: KVGroup | None = None,
 ) -> Resolution:
     """Resolves before any weight is read. Raises AttentionRefused with every candidate's reasons.
 
-    Activations are fp32 on the CPU, so that is what `kv_dtype` auto becomes.
+    `target` is that of the target whose page tables a draft shares; `group` None takes the kind of
+    KV group that the two models' attention allows. Activations are fp32 on the CPU, so that is what
+    `kv_dtype` auto becomes.
     """
     shape = AttentionShape(
         name="",
@@ -79,7 +84,11 @@ def resolve_attention(
         graph_mode=options.cuda_graph_mode,
         engine="native",
     )
-    return resolve(request, cpu_device(native))
+    if target is not None:
+        kind = group or kv_group(request, target.request, colocated=True)
+        # Pages are the target's, so is their size.
+        request = replace(request, kv_group=kind, page_tokens=target.geometry.page_tokens)
+    return resolve(request, cpu_device(native), target)
 
 
 def make_backend(resolution: Resolution, cache: KVCache, bucket: int = 0) -> AttentionBackend:

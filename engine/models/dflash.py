@@ -9,7 +9,7 @@ no target body.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Span
+from engine.attention.request import KVGroup
 from engine.attention.resolution import Resolution
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.default_model import resolve_model
 from engine.device import kv_dtype, use_native
 from engine.errors import CheckpointError
 from engine.kv.cache import KVCache, KVGeometry
-from engine.kv.pool import PagePool, PageTable
+from engine.kv.groups import PagedGroups
+from engine.kv.pool import PagePool, PageTable, TableView
 from engine.linear import Int8Linear, Linear
 from engine.models.config import ModelConfig, from_hf
 from engine.models.dflash_config import DFlashConfig, parse_dflash
@@ -57,7 +59,7 @@ class Block:
     Position p lives at index p - origin of `table`, so that a context may begin late.
     """
 
-    table: PageTable
+    table: PageTable | TableView
     anchor: int
     start: int
     origin: int = 0
@@ -85,9 +87,15 @@ class _Layer:
 
 
 def choose_attention(
-    config: DFlashConfig, options: DFlashOptions, method: str = "dflash"
+    config: DFlashConfig,
+    options: DFlashOptions,
+    method: str = "dflash",
+    target: Resolution | None = None,
+    group: KVGroup | None = None,
 ) -> Resolution:
-    """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused."""
+    """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused. `target`
+    and `group`: of a draft in its target's pages, see `resolve_attention`.
+    """
     return resolve_attention(
         AttentionOptions(
             options.attention_backend,
@@ -103,11 +111,38 @@ def choose_attention(
         role="draft",
         method=method,
         query_tokens=config.block_size,
+        target=target,
+        group=group,
     )
 
 
+def geometry_of(config: DFlashConfig, attention: Resolution) -> KVGeometry:
+    """The layout of the context K/V as it was resolved."""
+    return KVGeometry(
+        config.layer_count,
+        config.kv_heads,
+        config.head_dim,
+        attention.geometry.page_tokens,
+        kv_dtype(attention.geometry.dtype),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMemory:
+    """Where the context K/V lives: `cache` is one of the groups under the tables of `pages`."""
+
+    pages: PagedGroups
+    cache: KVCache
+
+    @classmethod
+    def own(cls, geometry: KVGeometry, page_count: int) -> ContextMemory:
+        """Pages of the draft alone."""
+        pool, cache = PagePool(page_count, geometry.page_tokens), KVCache(geometry, page_count)
+        return cls(PagedGroups(pool, {"draft": cache}), cache)
+
+
 class DFlashModel:
-    """A loaded draft with its own pages. One thread calls it."""
+    """A loaded draft, in pages of its own or of its target. One thread calls it."""
 
     first_slot = 1  # of a block, the first that proposes: the anchor's own proposes nothing
 
@@ -116,26 +151,22 @@ class DFlashModel:
         config: DFlashConfig,
         draft: Weights,
         embedding: Tensor,
-        head: Tensor,
+        head: Tensor | Linear,
         options: DFlashOptions,
         attention: Resolution,
+        memory: ContextMemory | None = None,
     ) -> None:
+        """A `head` that is packed already is shared as it is; a tensor is packed as the options
+        say. Without `memory` the draft gets pages of its own."""
         self.config = config
         native = use_native(options.kernels)
         self.kernels = NATIVE if native else TORCH
-        self.pool = PagePool(options.page_count, options.page_tokens)
-        geometry = KVGeometry(
-            config.layer_count,
-            config.kv_heads,
-            config.head_dim,
-            options.page_tokens,
-            kv_dtype(attention.geometry.dtype),
-        )
-        self.cache = KVCache(geometry, options.page_count)
+        geometry = geometry_of(config, attention)
+        memory = memory or ContextMemory.own(geometry, options.page_count)
+        self._pages, self.pool, self.cache = memory.pages, memory.pages.pool, memory.cache
         self._backend, self.attention = make_backend(attention, self.cache), attention.report()
         self._embedding = embedding
-        head = head[: options.head_rows or head.shape[0]]
-        self._head = Int8Linear(head) if options.int8_head else self.kernels.pack(head)
+        self._head = _head(head, options, self.kernels.pack)
         self._rope = RopeTables(*rope_tables(config.rope, config.head_dim, config.max_positions))
         self._shape = QkvShape(config.heads, config.kv_heads, config.head_dim)
         d = config.hidden_size
@@ -205,13 +236,13 @@ class DFlashModel:
             write.table.truncate(first)
             write.table.reserve(first + count)
             positions.append(torch.arange(write.start, write.start + count))
-        self._copy_pages()
+        self._pages.copy_pages()
         slots = [
             write.table.slot(position - write.origin)
             for write, written in zip(writes, positions, strict=True)
             for position in written.tolist()
         ]
-        self._write_rows(
+        self.write_rows(
             torch.cat([write.rows.float() for write in writes]),
             torch.cat(positions),
             torch.tensor(slots, dtype=torch.int64),
@@ -219,12 +250,10 @@ class DFlashModel:
         for write in writes:
             write.table.length = write.start - write.origin + write.rows.shape[0]
 
-    def _copy_pages(self) -> None:
-        """Makes shared pages writable where a table is about to write; before every write."""
-        for source, to in self.pool.take_copies():
-            self.cache.copy_page(source, to)
-
-    def _write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+    @torch.inference_mode()
+    def write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Stores K/V made of `rows` fp32 [n, row_width] at `positions` and flat `slots`, int64 [n];
+        who calls it owns the tables."""
         c = self.config
         x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, c.rms_eps)
         kv, shape = self._context_kv(x), (c.kv_heads, c.head_dim)
@@ -258,7 +287,7 @@ class DFlashModel:
             )
             assert block.table.length == block.start - block.origin, "context must reach the anchor"
             block.table.reserve(block.start - block.origin + b)
-        self._copy_pages()
+        self._pages.copy_pages()
         states = self._forward(blocks).view(len(blocks), b, -1)
         return states[:, self.first_slot : self.first_slot + count]
 
@@ -292,6 +321,15 @@ class DFlashModel:
             inner = run.norm_gated(residual, delta, layer.post_norm, eps, layer.gate_up)
             delta = run.linear_add(inner, layer.down, residual)
         return run.norm(residual, delta, self._norm, eps)
+
+
+def _head(
+    head: Tensor | Linear, options: DFlashOptions, pack: Callable[[Tensor], Linear]
+) -> Linear:
+    if isinstance(head, Linear):
+        return head
+    head = head[: options.head_rows or head.shape[0]]
+    return Int8Linear(head) if options.int8_head else pack(head)
 
 
 @dataclass(frozen=True, slots=True)

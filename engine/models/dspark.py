@@ -18,9 +18,11 @@ from torch.nn import functional as F
 from engine.attention.resolution import Resolution
 from engine.default_model import resolve_model
 from engine.errors import CheckpointError
+from engine.linear import Linear
 from engine.models.config import from_hf
 from engine.models.dflash import (
     Block,
+    ContextMemory,
     DFlashModel,
     DFlashOptions,
     LoadedDraft,
@@ -53,9 +55,10 @@ class DSparkModel(DFlashModel):
         config: DSparkConfig,
         draft: Weights,
         embedding: Tensor,
-        head: Tensor,
+        head: Tensor | Linear,
         options: DFlashOptions,
         attention: Resolution,
+        memory: ContextMemory | None = None,
     ) -> None:
         self.dspark, body = config, config.body
         self.first_slot = config.first_slot
@@ -73,7 +76,7 @@ class DSparkModel(DFlashModel):
             weight = draft.take("confidence_head.proj.weight", 1, config.confidence_width).float()
             name, bias = "confidence_head.proj.bias", torch.zeros(1)
             self._confidence = weight, draft.take(name, 1).float() if name in draft else bias
-        super().__init__(body, draft, embedding, head, options, attention)
+        super().__init__(body, draft, embedding, head, options, attention, memory)
         self._w2 = self.kernels.pack(w2[: options.head_rows or None])
 
     @torch.inference_mode()
