@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 from specwire.client import Client
 from tests.deploy.compose_file import FILE, ROOT, LocalServices, load, of_profile
 from tests.deploy.json_schema import Validator
+from tests.engine.test_dflash import write_draft
 from tests.engine.tiny import VOCAB, write_llama
 
 PROFILES = ("cpu", "gpu", "cpu-colocated", "gpu-colocated")
@@ -138,16 +139,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(folder / "tiny")
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.save(str(folder / "tiny" / "tokenizer.json"))
+    write_draft(folder / "draft")
     return folder
 
 
-@pytest.fixture
-def running(tiny: Path, tmp_path: Path) -> Iterator[LocalServices]:
-    variables = {"SPECWIRE_MODEL": "/models/tiny", "SPECWIRE_DRAFT_METHODS": "ngram"}
-    services = of_profile(load(variables), "cpu")
+@pytest.fixture(params=["cpu", "cpu-colocated"])
+def running(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LocalServices]:
+    variables = {
+        "SPECWIRE_MODEL": "/models/tiny",
+        "SPECWIRE_DRAFT": "/models/draft",
+        "SPECWIRE_DRAFT_METHODS": "dflash",
+    }
+    services = of_profile(load(variables), request.param)
     local = LocalServices(services, {"/models": tiny, "/var/cache/specwire": tmp_path})
     try:
-        local.start("coordinator")
+        local.start("coordinator" if request.param == "cpu" else "coordinator-colocated")
         yield local
     finally:
         local.stop()
@@ -155,7 +161,10 @@ def running(tiny: Path, tmp_path: Path) -> Iterator[LocalServices]:
 
 def test_the_commands_of_the_file_serve(running: LocalServices) -> None:
     """Commands, environment, health checks and order are the file's own."""
-    assert list(running.processes) == ["target", "draft", "coordinator"]
+    names = list(running.processes)
+    colocated = len(names) == 2
+    places = ["target-colocated"] if colocated else ["target", "draft"]
+    assert names == [*places, names[-1]] and names[-1].startswith("coordinator")
     address = running.here("127.0.0.1:7000")
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     with Client(address) as client:
@@ -170,11 +179,13 @@ def test_the_commands_of_the_file_serve(running: LocalServices) -> None:
                 return_token_ids=True,
                 method=method,
             )
-            for method in ("plain", "ngram")
+            for method in ("plain", "dflash")
         ]
     assert results[0].token_ids == results[1].token_ids and len(results[0].token_ids) == 400
-    assert results[1].acceptance.method == "ngram" and results[1].acceptance.draft_tokens > 0
+    record = results[1].acceptance
+    assert record.method == "dflash" and record.draft_tokens > 0
+    assert record.placement == ("colocated" if colocated else "separate")
     statuses = running.stop()
-    assert statuses == {"coordinator": 0, "draft": 0, "target": 0}
-    assert next(iter(statuses)) == "coordinator"
-    assert not running.healthy("coordinator")
+    assert statuses == dict.fromkeys(names, 0)
+    assert next(iter(statuses)) == names[-1]
+    assert not running.healthy(names[-1])

@@ -20,14 +20,19 @@ from target_svc.sessions import Session
 from target_svc.settings import TargetSettings
 from tests.service.colocated_toy import ColocatedToy
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, document
+from tests.service.toy_drafter import ToyDrafter
 from tests.service.toy_engine import ToyEngine
 
 
 class ToyTarget:
-    """One target process, as far as the coordinator can tell. `info` changes what it says it is."""
+    """One target process, as far as the coordinator can tell. `info` changes what it says it is;
+    a `drafter` is in the same process."""
 
-    def __init__(self, address: str, engine: dict[str, Any], **info: Any) -> None:
+    def __init__(
+        self, address: str, engine: dict[str, Any], drafter: ToyDrafter | None = None, **info: Any
+    ) -> None:
         self.address, self._engine_options, self._info = address, engine, info
+        self.drafter = drafter
         self.app: TargetApp | None = None
         # Sessions that were opened since the last start.
         self.opened = 0
@@ -36,7 +41,9 @@ class ToyTarget:
         self.engine = ToyEngine(**self._engine_options)
         self.engine.info = replace(self.engine.info, **self._info)
         settings = TargetSettings(address=self.address, drain_ms=drain_ms, reflection=False)
-        self.app = TargetApp(settings, lambda _: Loaded(self.engine, document()))
+        if self.drafter is not None:
+            self.drafter.engine = self.engine
+        self.app = TargetApp(settings, lambda _: Loaded(self.engine, document()), self.drafter)
         await self.app.start()
         scheduler, self.opened = self.app.scheduler, 0
         assert scheduler is not None
