@@ -6,15 +6,14 @@ Whatever goes wrong here costs speed and is counted in the record; nothing raise
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from dataclasses import replace
 
-from coordinator.mailbox import Mailbox
-from coordinator.placement import Choice, Group
-from coordinator.record import Record, remaining_ms
-from coordinator.workers import TargetWorker
-from specwire.errors import SpecwireError
-from specwire.rpc import encode_ids
-from specwire.v1 import common_pb2, draft_pb2, target_pb2
+from coordinator.draft_session import DraftSession, end
+from coordinator.drafters import COLOCATED, SEPARATE, Wanted
+from coordinator.placement import Group
+from coordinator.record import Record
+from coordinator.workers import DraftWorker, TargetWorker
+from specwire.v1 import common_pb2, target_pb2
 
 # Tries to attach again are at least this far apart.
 _ATTACH_PAUSE_S = 0.3
@@ -24,30 +23,24 @@ _REOPEN_TOKENS, _REOPEN_SHARE = 32, 8
 _REOPENS = 2
 
 
-class Attachment:
+class Attachment(DraftSession):
     def __init__(
         self,
         group: Group,
         target: TargetWorker,
-        method: str,
+        wanted: Wanted | None,
         sampling: common_pb2.Sampling,
         k: int,
         deadline: float | None,
         record: Record,
     ) -> None:
-        self.choice: Choice | None = None
-        self.target = target
-        self.key = common_pb2.SessionKey()
-        self.mail: Mailbox | None = None
-        # Committed ids that the drafter was told of.
-        self.told = 0
-        self.have_rows = 0
-        self.given_up = not method
+        super().__init__(group, target, sampling, k, deadline, record)
+        self.given_up = wanted is None
+        # Whether the drafter is in the target's process: it needs no opening, and sees the session.
+        self.colocated = False
         # Slack for the first proposal, which takes in the whole context.
         self.grace_s = 0.0
-        self._group, self._settings, self._method = group, group.settings, method
-        self._sampling, self._k, self._deadline, self._record = sampling, k, deadline, record
-        self._opening = False
+        self._wanted = wanted or Wanted("")
         # The draft that the target sends this generation's rows to.
         self._rows_at: object = None
         self._try_at = 0.0
@@ -56,7 +49,7 @@ class Attachment:
     @property
     def attached(self) -> bool:
         """Whether the drafter follows the session."""
-        return self.mail is not None and not self._opening
+        return self.colocated or (self.mail is not None and not self._opening)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -64,12 +57,15 @@ class Attachment:
         """Opens a drafter that fits the target for a generation; after a bounded wait it is
         attached or not."""
         self.detach()
-        self.key, self.target, self._rows_at = key, target, None
+        before, self.key, self.target, self._rows_at = self.key, key, target, None
         if self.given_up:
             return
-        self._choose(ids)
+        self._choose(ids, before)
         if self.choice is None or not self.choice.worker.link.ready:
             self._record.fell_back("draft_down")
+            return
+        if self.choice.placement == COLOCATED:
+            self.colocated, self._record.placement = True, COLOCATED
             return
         wait_ms = self._settings.draft_open_ms
         if self.choice.standing.breaker.open:
@@ -79,78 +75,56 @@ class Attachment:
             limit = asyncio.get_running_loop().time() + wait_ms / 1000
             await self._await_opened(self.capped(limit))
 
-    def _choose(self, ids: list[int]) -> None:
-        """Keeps a drafter that is up and fits the target; else the best one that does."""
-        if self.choice is not None and self.choice.worker.link.ready:
-            fitting = self.choice.worker.judge(self.target)[0]
-            if self._method in fitting:
-                self.choice = Choice.of(self.choice.worker, fitting[self._method])
-                return
-        self.choice = self._group.drafter(self._method, self.target, ids)
-
-    def _send_open(self, ids: list[int]) -> bool:
-        assert self.choice is not None
-        worker, model = self.choice.worker, self.target.info
-        self.mail = worker.link.open_mailbox(self.key)
-        self._opening, self.told = True, len(ids)
-        item = draft_pb2.OpenDraft(
-            key=self.key,
-            method=self._method,
-            ids=encode_ids(ids),
-            sampling=self._sampling,
-            max_draft_tokens=min(self._k, self.choice.drafter.max_draft_tokens),
-            lease_ms=self._settings.lease_ms,
-            target_incarnation=self.target.link.incarnation,
-            target_fingerprint=model.model.fingerprint if model is not None else "",
-            deadline_ms=remaining_ms(self._deadline),
-        )
-        if not worker.link.send(draft_pb2.DraftItem(open=item)):
-            self.lose("draft_down")
-            return False
-        self._group.fleet.rows.note(ids, worker.link.incarnation)
-        return True
-
-    async def _await_opened(self, until: float) -> None:
-        assert self.choice is not None
-        asked_at = self.choice.standing.breaker.clock()
-        while self._opening and self.mail is not None:
-            try:
-                got = await self.mail.get(until)
-            except SpecwireError:
-                self.lose("draft_lost")
-                return
-            if got is None:
-                self.choice.standing.breaker.failure(asked_at)
-                self.lose("open_late")
-                return
-            self._take_opened(got[1])
-
-    def _take_opened(self, message: Any) -> None:
-        if isinstance(message, draft_pb2.DraftOpened):
-            self._opening = False
-            self.have_rows = min(message.have_rows, self.told)
-        elif isinstance(message, draft_pb2.DraftRefused):
-            self.lose(message.error.reason.lower() or "refused")
-        else:
-            self.dropped("step")
+    def _choose(self, ids: list[int], key: common_pb2.SessionKey) -> None:
+        """The best drafter that fits the target now. One that followed the session as `key` and
+        fits is kept among its like; another is told that it is over."""
+        before = self.choice
+        worker = before.worker if before is not None else None
+        self.choice = self._group.offers.drafter(self._wanted, self.target, ids, keep=worker)
+        if self.choice is None or self.choice.worker is not worker:
+            end(before, key)
 
     def push_to(self) -> target_pb2.PushTo | None:
         """Where the target sends rows; asked once the drafter is open."""
-        if self.choice is None or not self.attached or not self.choice.drafter.needs_rows:
+        choice = self.choice if self.attached else None
+        if choice is None or self.colocated or not choice.drafter.needs_rows:
             return None
-        self._rows_at = self.choice.worker
+        assert isinstance(choice.worker, DraftWorker)
+        self._rows_at = choice.worker
         return target_pb2.PushTo(
-            address=self.choice.worker.push_address,
-            draft_incarnation=self.choice.worker.link.incarnation,
-            format=self.choice.drafter.row_format,
+            address=choice.worker.push_address,
+            draft_incarnation=choice.worker.link.incarnation,
+            format=choice.drafter.row_format,
         )
+
+    def beside(self, then_propose: int) -> target_pb2.ColocatedDraft | None:
+        """The drafter that the target is to use in its own process, and what it proposes first."""
+        if self.choice is None or not self.colocated:
+            return None
+        return target_pb2.ColocatedDraft(
+            method=self.choice.drafter.method,
+            max_draft_tokens=min(self._k, self.choice.drafter.max_draft_tokens),
+            then_propose=then_propose,
+        )
+
+    def refused(self, cause: str) -> None:
+        """The target does not serve this drafter, or sends no rows to it: it is of no use to this
+        session. A separate one may be, where the request leaves that open."""
+        self._record.fell_back(cause)
+        self._record.placement = ""
+        beside = replace(self._wanted, placement=SEPARATE)
+        open_to = self.colocated and not self._wanted.placement
+        if open_to and self._group.offers.drafter(beside, self.target) is not None:
+            self._wanted = beside
+        else:
+            self.give_up()
 
     # -- losing and attaching again --------------------------------------------------------------
 
     def reattach(self, step_id: int, ids: list[int], left: int) -> bool:
         """Called between steps while nothing is attached, with `left` tokens to come: opens a
         drafter with all committed ids, without waiting. True: the target must be opened again,
-        since a drafter needs rows and gets none."""
+        since a drafter needs rows and gets none, or is the target's own."""
         if self.given_up or self.attached:
             return False
         if self._opening:
@@ -160,11 +134,12 @@ class Attachment:
         if now < self._try_at:
             return False
         self._try_at = now + _ATTACH_PAUSE_S
-        self._choose(ids)
+        self._choose(ids, self.key)
         choice = self.choice
         if choice is None or not choice.worker.link.ready or choice.standing.breaker.open:
             return False
-        if choice.drafter.needs_rows and self._rows_at is not choice.worker:
+        reads = choice.drafter.needs_rows and self._rows_at is not choice.worker
+        if choice.placement == COLOCATED or reads:
             return self._worth_reopening(len(ids), left)
         self._send_open(ids)
         return False
@@ -198,55 +173,15 @@ class Attachment:
         # The step that ended last confirms the rows sent again.
         self.advance(step_id, ids, 0, 0, self.have_rows, len(ids) - 1 - self.have_rows)
 
-    def advance(
-        self,
-        step_id: int,
-        ids: list[int],
-        k: int,
-        budget_s: float,
-        rows_start: int,
-        rows_count: int,
-    ) -> bool:
-        """Tells the drafter what was committed since it was told last, and asks for `k` tokens."""
-        assert self.choice is not None
-        # Filled in place: four times as fast as building two messages with keywords.
-        item = draft_pb2.DraftItem()
-        advance = item.advance
-        advance.key.CopyFrom(self.key)
-        advance.step_id, advance.base_len = step_id, self.told
-        advance.tokens.extend(ids[self.told :])
-        advance.k = k
-        advance.deadline_ms = max(1, int(budget_s * 1000)) if k else 0
-        advance.rows_start, advance.rows_count = rows_start, rows_count
-        if not self.choice.worker.link.send(item):
-            self.lose("draft_lost")
-            return False
-        self.told = len(ids)
-        return True
-
-    def capped(self, limit: float) -> float:
-        return limit if self._deadline is None else min(limit, self._deadline)
-
-    def lose(self, cause: str) -> None:
-        self._record.fell_back(cause)
-        self.detach()
-
     def give_up(self) -> None:
         self.given_up = True
         self.close()
 
     def detach(self) -> None:
-        if self.mail is not None and self.choice is not None:
-            self.choice.worker.link.close_mailbox(self.key)
-        self.mail, self._opening = None, False
+        super().detach()
+        self.colocated = False
 
     def close(self) -> None:
         """Tells the drafter that the session is over. Safe to repeat."""
-        if self.choice is not None and self.key.generation:
-            close = target_pb2.CloseSession(key=self.key)
-            self.choice.worker.link.send(draft_pb2.DraftItem(close=close))
+        end(self.choice, self.key)
         self.detach()
-
-    def dropped(self, cause: str) -> None:
-        if self.choice is not None:
-            self.choice.worker.link.dropped[cause] += 1

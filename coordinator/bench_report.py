@@ -61,18 +61,18 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=110)
 
 
-def print_table(report: Report, overheads: Mapping[str, float | None], out: Console) -> None:
+def print_table(report: Report, out: Console) -> None:
     env = report["environment"]
     title = f"{env['model']}, {env['exactness']}, T={env['temperature']:g}, concurrency 1"
     table = Table(title=title, title_justify="left")
     table.add_column("mode / category")
     headers = ("tok/s", "decode tok/s", "ttft p50", "p99 ms", "tau", "no loops", "identical")
-    for header in (*headers, "overhead"):
+    for header in (*headers, "outside"):
         table.add_column(header, justify="right")
     for mode, entry in report["modes"].items():
-        table.add_row(mode, *_cells(entry), _number(overheads.get(mode), 2), style="bold")
+        table.add_row(mode, *_cells(entry), style="bold")
         for category, part in entry["by_category"].items():
-            table.add_row(f"  {category}", *_cells(part), "")
+            table.add_row(f"  {category}", *_cells(part))
         table.add_section()
     out.print(table)
     for line in notes(report):
@@ -89,6 +89,7 @@ def _cells(entry: Mapping[str, Any]) -> list[str]:
         _number(entry["tau"], 2),
         _number(entry["tau_without_loops"], 2),
         "-" if identical is None else f"{identical}/{entry['prompts']}",
+        _number(entry["outside_ms_p50"], 2),
     ]
 
 
@@ -97,11 +98,16 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """Lines under the table: speed-ups over plain, acceptance, divergences."""
-    lines = ["overhead: coordinator and links, ms a round, median over prompts"]
+    """Lines under the table: speed-ups over plain, of the places, acceptance, divergences."""
+    lines = ["outside: ms of a round beyond the computing of target and draft, median over rounds"]
     if "draft" in report["modes"]:
         env = report["environment"]
         lines.append(f"draft: {env['default_method']}, K={env['num_speculative_tokens']}")
+    for mode, found in report.get("colocated_over_separate", {}).items():
+        rate = _number(found["decode_tokens_per_s"], 2)
+        ours = _number(found["outside_ms_p50"], 2)
+        theirs = _number(found["separate_outside_ms_p50"], 2)
+        lines.append(f"{mode}: {rate} x separate (decode), outside {ours} ms against {theirs} ms")
     plain = report["modes"].get("plain", {}).get("decode_tokens_per_s")
     for mode, entry in report["modes"].items():
         if plain and mode != "plain" and entry["decode_tokens_per_s"]:

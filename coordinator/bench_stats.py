@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -28,6 +28,9 @@ class PromptRun:
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
     phase_ms: dict[str, float] = field(default_factory=dict)
+    # Per verify step: draft tokens, and what it took beyond the computing of target and draft.
+    drafted: tuple[int, ...] = ()
+    outside_us: tuple[int, ...] = ()
 
 
 def four_gram_ratio(ids: Sequence[int]) -> float:
@@ -117,6 +120,7 @@ def _summary(runs: Sequence[PromptRun], plain: Sequence[PromptRun] | None) -> di
         "acceptance_by_position": acceptance_by_position(runs),
         "rounds": sum(run.rounds for run in runs),
         "phase_ms": {name: sum(r.phase_ms.get(name, 0.0) for r in runs) for name in phases},
+        "outside_ms_p50": outside_ms_p50(runs),
         "prompts": len(runs),
         "identical": identical,
         "divergences": divergences,
@@ -137,11 +141,26 @@ def _rate(tokens: int, elapsed_ms: float) -> float | None:
     return tokens / elapsed_ms * 1e3 if elapsed_ms > 0 else None
 
 
-def overhead_ms_per_round(runs: Sequence[PromptRun]) -> float | None:
-    """Median over prompts of what coordinator and links cost one round."""
-    shares = [
-        (run.phase_ms.get("coordinator", 0.0) + run.phase_ms.get("link", 0.0)) / run.rounds
-        for run in runs
-        if run.rounds
-    ]
-    return percentile(shares, 0.5)
+def outside_ms_p50(runs: Iterable[PromptRun]) -> float | None:
+    """Median over the rounds that drafted, or over all where none did, of what they took beyond the
+    computing of target and draft."""
+    steps = [step for run in runs for step in zip(run.outside_us, run.drafted, strict=True)]
+    drafted = [outside for outside, tokens in steps if tokens]
+    found = percentile(drafted or [outside for outside, _ in steps], 0.5)
+    return None if found is None else found / 1e3
+
+
+def ratios(
+    entries: Mapping[str, Mapping[str, Any]], pairs: Iterable[tuple[str, str]]
+) -> dict[str, dict[str, float | None]]:
+    """By co-located mode: its rate over that of the separate one, and both rounds' outside."""
+    found: dict[str, dict[str, float | None]] = {}
+    for separate, colocated in pairs:
+        one, two = entries[separate], entries[colocated]
+        rates = one["decode_tokens_per_s"], two["decode_tokens_per_s"]
+        found[colocated] = {
+            "decode_tokens_per_s": rates[1] / rates[0] if all(rates) else None,
+            "outside_ms_p50": two["outside_ms_p50"],
+            "separate_outside_ms_p50": one["outside_ms_p50"],
+        }
+    return found

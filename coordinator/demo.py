@@ -8,9 +8,11 @@ from pathlib import Path
 import uvloop
 
 from coordinator import options as opt
-from coordinator.bench import BenchOptions, compare, parse_modes
+from coordinator.bench import compare
+from coordinator.bench_modes import parse_modes
 from coordinator.bench_prompts import load_prompts
 from coordinator.bench_report import console, print_table
+from coordinator.bench_run import BenchOptions
 from coordinator.local import LocalDeployment
 from specwire.errors import SpecwireError
 
@@ -24,10 +26,8 @@ def demo() -> bool:
     options = BenchOptions(max_tokens=MAX_TOKENS)
     with opt.terminated_cleanly(), LocalDeployment(progress=opt.say) as deployment:
         modes = parse_modes("plain,draft", options.exactness)
-        report, overheads = uvloop.run(
-            compare(deployment.address, PROMPTS, prompts, modes, options)
-        )
-    print_table(report, overheads, console())
+        report = uvloop.run(compare(deployment.address, PROMPTS, prompts, modes, options))
+    print_table(report, console())
     plain, draft = report["modes"]["plain"], report["modes"]["draft"]
     if plain["decode_tokens_per_s"] and draft["decode_tokens_per_s"]:
         print(f"plain        {plain['decode_tokens_per_s']:6.1f} tokens/s")

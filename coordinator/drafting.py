@@ -1,4 +1,4 @@
-"""The drafter's half of one session's rounds: asking, waiting, reading.
+"""The drafter's half of one session's rounds: asking, waiting, reading; wherever the drafter is.
 
 What a drafter says is a hint: ids that cannot be are dropped, replies for another step or length
 too. Nothing here raises into the session.
@@ -6,101 +6,53 @@ too. Nothing here raises into the session.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from coordinator.attachment import Attachment
-from coordinator.placement import Group
 from coordinator.plan import Plan
-from coordinator.record import Record, worked_ns
-from coordinator.workers import TargetWorker
-from specwire.errors import Reason, SpecwireError
-from specwire.v1 import common_pb2, draft_pb2, target_pb2
+from coordinator.record import Record
+from coordinator.settings import CoordinatorSettings
+from specwire.v1 import common_pb2, target_pb2
 
-# Rounds in a row without the rows it needs after which a re-attached drafter is given up.
-_ROWLESS_ROUNDS = 3
 # Why a proposal may be empty and yet tell how good the drafter is; without rows, pages or time it
 # does not.
 _JUDGED = ("", "no_match", "no_proposal")
-# A proposal may take so many times what proposals take now.
-_USUAL_FACTOR = 2.0
 
 
-class _Question(NamedTuple):
-    step_id: int
-    length: int
-    k: int
-    sent_ns: int
-    budget_s: float
+class Drafting(ABC):
+    """The rounds of one generation: `separate.py` with a draft service, `colocated.py` with the
+    target's own drafter. Who follows the session, and how many tokens are asked for, is the same
+    for both: `Attachment` and `Plan`."""
 
-
-class Drafting:
     def __init__(
-        self,
-        *,
-        group: Group,
-        target: TargetWorker,
-        method: str,
-        sampling: common_pb2.Sampling,
-        k: int,
-        adaptive: bool,
-        deadline: float | None,
-        record: Record,
+        self, at: Attachment, plan: Plan, settings: CoordinatorSettings, record: Record
     ) -> None:
-        """`method` empty: plain. `k` is the number of tokens a round; the most, if `adaptive`."""
-        self._at = Attachment(group, target, method, sampling, k, deadline, record)
-        self._plan = Plan(self._at, group.settings, record, k, adaptive)
-        self._settings, self._record = group.settings, record
-        self._rowless = 0
-        self._asked: _Question | None = None
-        # A question whose answer did not come in time; it still tells how long answers take.
-        self._overdue: _Question | None = None
+        self._at, self._plan, self._settings, self._record = at, plan, settings, record
         # Tokens asked for in this round, and whether a proposal came that says what it is worth.
         self._round_k, self._proposed, self._source = 0, False, ""
-        # How long this round's question kept the session waiting, at most.
-        self.waited_ns = 0
+        # How long this round's question kept the session waiting, at most, and for how long a
+        # draft service computed its answer.
+        self.waited_ns, self.drafted_ns = 0, 0
+
+    @abstractmethod
+    def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
+        """Tells the drafter what was committed, `ids` in all. The next step can use `most` tokens;
+        None: it is on its way already. True: something was asked for now."""
 
     @property
-    def attached(self) -> bool:
-        return self._at.attached
+    @abstractmethod
+    def in_hand(self) -> list[int] | None:
+        """The tokens for the next step where nobody has to wait for them; None: ask `proposal`."""
 
-    async def open(self, key: common_pb2.SessionKey, ids: list[int], target: TargetWorker) -> None:
-        await self._at.open(key, ids, target)
-        self._asked = self._overdue = None
-        self._round_k = 0
+    @abstractmethod
+    async def proposal(self) -> list[int]:
+        """The tokens for the next step; none when there are none, or they are late."""
 
-    def push_to(self) -> target_pb2.PushTo | None:
-        return self._at.push_to()
-
-    @property
-    def rows_from(self) -> int:
-        return self._at.have_rows
-
-    def refuse_rows(self, cause: str) -> None:
-        """The target does not send rows to this drafter: it is of no use to this session."""
-        self._record.fell_back(cause)
-        self._at.give_up()
-
-    def reattach(self, step_id: int, ids: list[int], left: int) -> bool:
-        return self._at.reattach(step_id, ids, left)
-
-    def close(self) -> None:
-        self._at.close()
-
-    # -- how many tokens -------------------------------------------------------------------------
-
-    def plan(self, step: int, length: int, most: int) -> int:
-        """Draft tokens for the step after `step`, at most `most`."""
-        return self._plan.tokens(step, length, most)
-
-    def free_run(self) -> int:
-        """Steps that the target may run ahead after the next one."""
-        return self._plan.free_run()
-
-    def ran_ahead(self) -> None:
-        """One of the steps that `free_run` allowed has come."""
-        self._plan.ran_ahead()
+    @abstractmethod
+    def then_propose(self, step: int, length: int, most: int) -> int:
+        """Tokens, at most `most`, that the target is to bring with the verdict of `step`, for the
+        step after it; a session may have `length` tokens by then."""
 
     def judged(self, accepted: int) -> None:
         """The verdict over this round's proposal."""
@@ -110,128 +62,19 @@ class Drafting:
             self._record.came_from(self._source, accepted)
         self._round_k, self._source = 0, ""
 
-    # -- one round -------------------------------------------------------------------------------
-
-    def first_context(self, prefill_s: float) -> None:
-        """How long the target took for the context that the drafter is taking in now."""
-        self._at.grace_s = prefill_s
-
-    def advance(self, verdict: target_pb2.Verdict, ids: list[int], k: int) -> None:
-        """Tells the drafter what was committed and asks for `k` tokens; 0: stay current only."""
-        self._asked, self.waited_ns = None, 0
-        if not self.attached or self._at.mail is None:
-            return
-        if self._at.mail.failed:
-            self._at.lose("draft_lost")
-            return
-        self._read_old()
-        budget_s = self._budget_s(k) if k else 0.0
-        rows = verdict.rows_start, verdict.rows_count
-        if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
-            self._asked = _Question(verdict.step_id, len(ids), k, time.perf_counter_ns(), budget_s)
-            self._round_k, self._proposed, self._source = k, False, ""
-
-    def _read_old(self) -> None:
-        """Answers to questions that nobody waits for any more."""
-        while self._at.mail is not None and (got := self._at.mail.take()) is not None:
-            self._stray(*got)
-
-    def _budget_s(self, k: int) -> float:
-        """Longest wait for `k` tokens: a share of a step; more where proposals take longer at the
-        present load, but never beyond the steps that a proposal accepted whole would save."""
-        step_s = max(self._at.target.round_s or 0.0, self._at.grace_s)
-        usual_s = self._at.choice.standing.proposal_s if self._at.choice is not None else 0.0
-        return max(
-            self._settings.proposal_wait_share * step_s,
-            min(_USUAL_FACTOR * usual_s, k * step_s),
-            self._settings.proposal_wait_min_ms / 1000,
-        )
-
-    async def proposal(self) -> list[int]:
-        """The drafter's tokens for what the last `advance` asked; none when they are late."""
-        asked = self._asked
-        if asked is None or self._at.mail is None:
-            return []
-        elapsed_s = (time.perf_counter_ns() - asked.sent_ns) / 1e9
-        loop = asyncio.get_running_loop()
-        limit = self._at.capped(loop.time() + asked.budget_s - elapsed_s)
-        ids: list[int] = []
-        try:
-            while (got := await self._at.mail.get(limit)) is not None:
-                if (found := self._read(*got, asked)) is not None:
-                    ids = found
-                    break
-            else:
-                self._late(asked)
-        except SpecwireError:
-            self._at.lose("draft_lost")
-        self._asked, self._at.grace_s = None, 0.0
-        return ids
-
-    def _late(self, asked: _Question) -> None:
-        self._record.fell_back("late")
-        self.waited_ns = time.perf_counter_ns() - asked.sent_ns
-        self._record.spent("draft", self.waited_ns)
-        self._overdue = asked
-        if self._at.grace_s:
-            # The drafter was taking in the context: that says nothing of the rounds to come.
-            self._round_k = 0
-        if self._at.choice is not None:
-            self._at.choice.standing.breaker.failure(asked.sent_ns / 1e9)
-            self._note_cost(asked, self.waited_ns)
-
-    def _read(self, arrived_ns: int, message: Any, asked: _Question) -> list[int] | None:
-        """Usable tokens of a reply to this round's question; None for a reply to anything else."""
-        if isinstance(message, draft_pb2.DraftRefused) and message.step_id == asked.step_id:
-            self._refused(message)
-            return []
-        if not isinstance(message, common_pb2.Proposal) or message.step_id != asked.step_id:
-            self._stray(arrived_ns, message)
-            return None
-        if message.base_len != asked.length:
-            self._at.dropped("length")
-            return None
-        assert self._at.choice is not None
-        self.waited_ns = arrived_ns - asked.sent_ns
-        worked = worked_ns(message.timings)
-        self._record.spent("draft", min(worked, self.waited_ns))
-        self._record.spent("link", self.waited_ns - worked)
-        self._at.choice.standing.breaker.success()
-        self._at.choice.standing.note_proposal(self.waited_ns / 1e9)
-        self._note_cost(asked, self.waited_ns)
-        ids = self._usable(message.ids, asked.k)
-        cause = "" if ids else message.reason or "no_proposal"
-        self._count_empty(cause)
-        self._proposed, self._source = cause in _JUDGED, message.source
-        return self._plan.cut(ids, message.confidences[: len(ids)], asked.length)
-
-    def _stray(self, arrived_ns: int, message: Any) -> None:
-        """Drops a reply to another question; a late one still says how long proposals take."""
-        self._at.dropped("step")
-        overdue, choice = self._overdue, self._at.choice
-        if (
-            overdue is not None
-            and choice is not None
-            and isinstance(message, common_pb2.Proposal)
-            and message.step_id == overdue.step_id
-        ):
-            choice.standing.note_proposal((arrived_ns - overdue.sent_ns) / 1e9)
-            self._overdue = None
-
-    def _note_cost(self, asked: _Question, wall_ns: int) -> None:
-        choice = self._at.choice
-        # The first round takes in the whole context: no cost of a round.
-        if choice is not None and not self._at.grace_s:
-            choice.standing.costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
-
-    def _count_empty(self, cause: str) -> None:
+    def _take(
+        self, proposal: common_pb2.Proposal, k: int, length: int, room: int
+    ) -> tuple[list[int], str]:
+        """Tokens worth verifying, at most `room`, of a proposal that answers this round's question
+        for `k`; and why there are none."""
+        ids = self._usable(proposal.ids, k)[:room]
+        cause = "" if ids else proposal.reason or "no_proposal"
         if cause:
             self._record.fell_back(cause)
-        self._rowless = self._rowless + 1 if cause == "rows_missing" else 0
-        if self._rowless >= _ROWLESS_ROUNDS:
-            self._at.give_up()
+        self._proposed, self._source = cause in _JUDGED, proposal.source
+        return self._plan.cut(ids, proposal.confidences[: len(ids)], length), cause
 
-    def _usable(self, proposed: Any, k: int) -> list[int]:
+    def _usable(self, proposed: Sequence[int], k: int) -> list[int]:
         """At most k ids, up to the first that the target's vocabulary does not have."""
         info = self._at.target.info
         vocab = info.model.vocab_size if info is not None else 0
@@ -244,12 +87,3 @@ class Drafting:
         if len(proposed) > k:
             self._at.dropped("too_many")
         return ids
-
-    def _refused(self, message: draft_pb2.DraftRefused) -> None:
-        reason = message.error.reason
-        self._record.fell_back(reason.lower() or "refused")
-        if reason == Reason.NEED_TOKENS and 0 < message.have_len <= self._at.told:
-            # The next Advance starts there.
-            self._at.told = message.have_len
-        else:
-            self._at.detach()

@@ -53,9 +53,15 @@ def check_target(info: target_pb2.TargetServiceGetInfoResponse) -> None:
 
 
 def check_drafter(
-    target: target_pb2.TargetServiceGetInfoResponse, drafter: draft_pb2.DrafterInfo
+    target: target_pb2.TargetServiceGetInfoResponse,
+    drafter: draft_pb2.DrafterInfo,
+    *,
+    colocated: bool = False,
 ) -> None:
-    """Raises MODEL_MISMATCH for a drafter made for another target. Zero and empty mean: any."""
+    """Raises MODEL_MISMATCH for a drafter made for another target. Zero and empty mean: any.
+
+    Rows of a co-located drafter are never encoded: it has the layers' outputs themselves.
+    """
     check_attention(f"{drafter.method} draft", drafter.attention)
     model = target.model
     pairs: list[tuple[str, object, object]] = [
@@ -72,7 +78,9 @@ def check_drafter(
     if drafter.HasField("mask_token_id") and drafter.mask_token_id >= model.vocab_size:
         has = f"ids below {model.vocab_size}"
         raise _mismatch(drafter, "mask_token_id", drafter.mask_token_id, has)
-    if drafter.needs_rows:
+    if drafter.needs_rows and (drafter.row_format.tap_ids or not colocated):
+        _check_taps(target, drafter)
+    if drafter.needs_rows and not colocated:
         _check_rows(target, drafter)
 
 
@@ -88,7 +96,7 @@ def _check_block(drafter: draft_pb2.DrafterInfo) -> None:
         raise _mismatch(drafter, "block size", text, accepted)
 
 
-def _check_rows(
+def _check_taps(
     target: target_pb2.TargetServiceGetInfoResponse, drafter: draft_pb2.DrafterInfo
 ) -> None:
     rows = drafter.row_format
@@ -100,6 +108,12 @@ def _check_rows(
     if not taps or taps != sorted(set(taps)) or taps[-1] >= target.tap_layer_count:
         accepted = f"rising layer ids below {target.tap_layer_count}"
         raise _mismatch(drafter, "tap ids", taps, accepted)
+
+
+def _check_rows(
+    target: target_pb2.TargetServiceGetInfoResponse, drafter: draft_pb2.DrafterInfo
+) -> None:
+    rows = drafter.row_format
     if rows.encoding not in target.row_encodings:
         offered = [common_pb2.RowEncoding.Name(value) for value in target.row_encodings]
         wanted = common_pb2.RowEncoding.Name(rows.encoding)
@@ -107,9 +121,10 @@ def _check_rows(
     if rows.dtype != target.row_dtype:
         dtype = common_pb2.DType.Name
         raise _mismatch(drafter, "row dtype", dtype(rows.dtype), dtype(target.row_dtype))
-    width = len(taps) * target.model.hidden_size
+    taps = len(rows.tap_ids)
+    width = taps * target.model.hidden_size
     if rows.width != width:
-        raise _mismatch(drafter, "row width", rows.width, f"{width} ({len(taps)} taps)")
+        raise _mismatch(drafter, "row width", rows.width, f"{width} ({taps} taps)")
 
 
 def _mismatch(

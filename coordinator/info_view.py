@@ -11,7 +11,9 @@ from rich.table import Table
 
 from coordinator import options as opt
 from coordinator.bench_report import console
+from coordinator.drafters import COLOCATED
 from specwire.client import Client, ServerInfo
+from specwire.info import WorkerState
 
 
 def info(
@@ -42,14 +44,20 @@ def notes(server: ServerInfo) -> list[str]:
     """What does not fit into a table: addresses, and why something is not in use."""
     lines = []
     for worker in server.workers:
-        lines.append(f"{worker.role}: {worker.address}")
+        role = _role(worker)
+        lines.append(f"{role}: {worker.address}")
         if worker.reason:
-            lines.append(f"{worker.role}: {worker.reason}")
+            lines.append(f"{role}: {worker.reason}")
         for name, reasons in worker.attention.candidates.items():
             if reasons:
-                lines.append(f"{worker.role}: {name} not in use: {'; '.join(reasons)}")
-        lines += [f"{worker.role}: {note}" for note in worker.attention.notes]
+                lines.append(f"{role}: {name} not in use: {'; '.join(reasons)}")
+        lines += [f"{role}: {note}" for note in worker.attention.notes]
     return lines
+
+
+def _role(worker: WorkerState) -> str:
+    """A draft in the target's process says so: it has that target's address, and its sessions."""
+    return f"{worker.role}, co-located" if worker.placement == COLOCATED else worker.role
 
 
 def model_table(server: ServerInfo) -> Table:
@@ -86,5 +94,5 @@ def worker_table(server: ServerInfo) -> Table:
         load = f"{worker.sessions} sessions, {worker.waiting} waiting"
         if worker.pages_total:
             load += f", {worker.pages_free}/{worker.pages_total} pages free"
-        table.add_row(worker.role, worker.state, load, worker.device, methods, chosen, kv)
+        table.add_row(_role(worker), worker.state, load, worker.device, methods, chosen, kv)
     return table

@@ -1,4 +1,5 @@
-"""The embedded default: target, draft and coordinator as child processes on UNIX sockets."""
+"""The embedded default as child processes on UNIX sockets: target, draft and coordinator, or target
+and coordinator with the draft in the target's process."""
 
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ Progress = Callable[[str], None]
 START_TIMEOUT_S = 180.0
 STOP_GRACE_S = 8.0
 LOG_TAIL_LINES = 5
+# Of the draft that ships.
+COLOCATED_METHOD = "dflash"
 # sockaddr_un holds 108 bytes, the closing zero included.
 SOCKET_PATH_BYTES = 107
 
@@ -37,6 +40,8 @@ class LocalOptions:
     draft: str = "default"
     exactness: str = "exact"
     threads: int = 0
+    # Method of the draft where it is in the target's process; empty: it has a service of its own.
+    colocate: str = ""
     # Where the coordinator listens; empty: a private UNIX socket.
     listen: str = ""
     # More flags for a service, by module: tests use them.
@@ -95,9 +100,10 @@ class LocalDeployment:
         self.stop()
 
     def start(self) -> None:
-        """Starts all three at once, since they load side by side, and waits until they serve."""
+        """Starts all at once, since they load side by side, and waits until they serve."""
         began = time.monotonic()
-        for module in ("target_svc", "draft_svc", "coordinator"):
+        draft = () if self.options.colocate else ("draft_svc",)
+        for module in ("target_svc", *draft, "coordinator"):
             self.spawn(module)
         for child in list(self.children.values()):
             self._wait_serving(child, began + START_TIMEOUT_S)
@@ -166,13 +172,19 @@ class LocalDeployment:
         if module == "target_svc":
             address = self.target_address
             flags = ["--model", options.model, "--exactness", options.exactness]
-            flags += ["--threads", threads, "--push-allow", self.draft_address]
+            flags += ["--threads", threads]
+            if options.colocate:
+                flags += ["--colocate", options.colocate, "--draft-checkpoint", options.draft]
+            else:
+                flags += ["--push-allow", self.draft_address]
         elif module == "draft_svc":
             address = self.draft_address
             flags = ["--draft", options.draft, "--target", options.model, "--threads", threads]
         else:
             address = self.address
-            flags = ["--target", self.target_address, "--draft", self.draft_address]
+            flags = ["--target", self.target_address]
+            if not options.colocate:
+                flags += ["--draft", self.draft_address]
         return address, ["--address", address, *flags, *options.flags_of(module)]
 
     def _wait_serving(self, child: Child, deadline: float) -> None:
@@ -189,8 +201,8 @@ class LocalDeployment:
             request = generate_pb2.GenerationServiceGetInfoRequest()
             while True:
                 info = stub.GetInfo(request, timeout=10)
-                states = {worker.role: worker.state for worker in info.workers}
-                if states and "connecting" not in states.values():
+                states = [worker.state for worker in info.workers]
+                if states and "connecting" not in states:
                     break
                 self._pause("coordinator's link", deadline)
         for worker in info.workers:

@@ -86,8 +86,8 @@ Priority = Annotated[
 Method = Annotated[
     str,
     typer.Option(
-        help="`plain`, or a drafter: `dflash`, `ngram`, `hybrid`, `draft_model`. "
-        "Unset: the default one."
+        help="`plain`, or a drafter: `dflash`, `ngram`, `hybrid`, `draft_model`; NAME@colocated or "
+        "NAME@separate where it is in both places. Unset: the default one."
     ),
 ]
 DraftTokens = Annotated[

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
+from coordinator.drafters import Wanted
 from coordinator.placement import Group
 from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError
@@ -24,10 +26,17 @@ class Place:
         max_tokens: int,
         exactness: common_pb2.Exactness,
         target: TargetWorker | None,
+        wanted: Wanted | None = None,
     ) -> None:
+        """`wanted`: the drafter that the session is to have where there is a choice of targets."""
         self._group, self._tokens = group, len(prompt) + max_tokens
         self._again, self._others, self._left = 0, 0, False
-        found = target or group.place(prompt, self._tokens)
+
+        def drafts(target: TargetWorker) -> bool:
+            return wanted is None or group.offers.drafter(wanted, target) is not None
+
+        self._find = partial(group.place, drafts=drafts)
+        found = target or self._find(prompt, self._tokens)
         if found is None:
             raise SpecwireError(Reason.NO_TARGET, "the targets went away while the request came")
         self.target = found
@@ -61,7 +70,7 @@ class Place:
         if self._others >= len(self._group.targets) - 1:
             return False
         self._others += 1
-        found = self._group.place(self._prompt, self._tokens, avoid=self.target)
+        found = self._find(self._prompt, self._tokens, avoid=self.target)
         if found is not None:
             self._move(found)
         return found is not None
@@ -76,7 +85,7 @@ class Place:
         self._again += 1
         if stays and self.target.link.ready:
             return True
-        found = self._group.place(ids, self._tokens, numerics=numerics, avoid=self.target)
+        found = self._find(ids, self._tokens, numerics=numerics, avoid=self.target)
         if found is None:
             await asyncio.sleep(_PAUSE_S)
             wait_s = settings.target_return_ms / 1000
@@ -84,7 +93,7 @@ class Place:
                 wait_s = min(wait_s, deadline - asyncio.get_running_loop().time())
             if not await self._group.wait_target(numerics, wait_s):
                 return False
-            found = self._group.place(ids, self._tokens, numerics=numerics)
+            found = self._find(ids, self._tokens, numerics=numerics)
         if found is not None:
             self._move(found)
         return found is not None

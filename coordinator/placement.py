@@ -1,4 +1,4 @@
-"""Which target a session gets, and which drafter: identity first, then what is cached, then load.
+"""Which target a session gets: identity first, then what is cached, then load.
 
 Targets of one model (name, weights, tokenizer) are a group. A request sees one group only.
 """
@@ -6,37 +6,21 @@ Targets of one model (name, weights, tokenizer) are a group. A request sees one 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.affinity import PrefixIndex
+from coordinator.offers import Offers
 from coordinator.settings import CoordinatorSettings
-from coordinator.standing import Standing
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
 from coordinator.workers import DraftWorker, ModelKey, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import new_incarnation
-from specwire.v1 import draft_pb2
 
-PLAIN = "plain"
 # A cached beginning is worth going to a worker with at most twice the sessions of the least busy
 # one, and a few more: beyond that the queue costs more than the prompt.
 _BUSY_FACTOR, _BUSY_SLACK = 2, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The drafter of one session, as the worker's process that was chosen has it."""
-
-    worker: DraftWorker
-    drafter: draft_pb2.DrafterInfo
-    standing: Standing
-
-    @classmethod
-    def of(cls, worker: DraftWorker, drafter: draft_pb2.DrafterInfo) -> Choice:
-        return cls(worker, drafter, worker.standings[drafter.method])
 
 
 class Fleet:
@@ -137,10 +121,12 @@ class Group:
         *,
         numerics: str | None = None,
         avoid: TargetWorker | None = None,
+        drafts: Callable[[TargetWorker], bool] = lambda target: True,
     ) -> TargetWorker | None:
         """The target for a session of `tokens` tokens in all that begins with `ids`.
 
-        `numerics` restricts to targets that compute alike. None: no target fits and is up.
+        `numerics` restricts to targets that compute alike; those where the session can have its
+        drafter (`drafts`) come first, unless they are much busier. None: no target fits and is up.
         """
         found = [t for t in self._alike(numerics) if t.link.ready and t is not avoid]
         found = [t for t in found if not t.draining] or found
@@ -149,11 +135,11 @@ class Group:
         cached = self.fleet.prefixes.matches(ids)
         most = _BUSY_FACTOR * min(t.busy for t in found) + _BUSY_SLACK
 
-        def rank(target: TargetWorker) -> tuple[bool, int, int, int, int]:
-            free = target.free_tokens
+        def rank(target: TargetWorker) -> tuple[bool, bool, int, int, int, int]:
+            free, easy = target.free_tokens, target.busy <= most
             fits = free is None or free >= tokens
-            have = cached.get(target.link.incarnation, 0) if target.busy <= most else 0
-            return fits, have, -target.waiting, -target.busy, free or 0
+            have = cached.get(target.link.incarnation, 0) if easy else 0
+            return fits, easy and drafts(target), have, -target.waiting, -target.busy, free or 0
 
         return max(found, key=rank)
 
@@ -175,64 +161,8 @@ class Group:
     def _alike(self, numerics: str | None) -> list[TargetWorker]:
         return [t for t in self.targets if numerics is None or t.numerics == numerics]
 
-    # -- drafters --------------------------------------------------------------------------------
-
-    def methods(self) -> list[str]:
-        """What requests may name: plain, and each drafter that fits and was seen."""
-        return [PLAIN, *sorted({c.drafter.method for c in self._choices()})]
-
-    def default_method(self) -> str:
-        known = self.methods()
-        if self.settings.default_method in known:
-            return self.settings.default_method
-        for choice in self._choices():
-            if choice.drafter.is_default:
-                return choice.drafter.method
-        return "ngram" if "ngram" in known else PLAIN
-
-    def choose(self, method: str) -> Choice | None:
-        """A drafter for a method, an up one before one that is down; None for plain."""
-        if method == PLAIN:
-            return None
-        found = [c for c in self._choices() if c.drafter.method == method]
-        if not found:
-            accepted = ", ".join(self.methods()) + self._refusals(method)
-            raise SpecwireError.field("speculation.method", method, accepted, Reason.METHOD_UNKNOWN)
-        return max(found, key=lambda c: (c.worker.link.ready, not c.standing.breaker.open))
-
-    def drafter(self, method: str, target: TargetWorker, ids: Sequence[int] = ()) -> Choice | None:
-        """The drafter of a method for a session at this target; None when none fits it."""
-        found = [
-            Choice.of(draft, drafters[method])
-            for draft in self.fleet.drafts
-            if method in (drafters := draft.judge(target)[0])
-        ]
-        if len(found) < 2:
-            return found[0] if found else None
-        cached = self.fleet.rows.matches(ids)
-        most = _BUSY_FACTOR * min(c.worker.busy for c in found) + _BUSY_SLACK
-
-        def rank(choice: Choice) -> tuple[bool, bool, int, int]:
-            link, busy = choice.worker.link, choice.worker.busy
-            have = cached.get(link.incarnation, 0) if busy <= most else 0
-            return link.ready, not choice.standing.breaker.open, have, -busy
-
-        return max(found, key=rank)
-
-    def _choices(self) -> list[Choice]:
-        """Every drafter that fits a target of this group."""
-        return [
-            Choice.of(draft, drafter)
-            for target in self.targets
-            for draft in self.fleet.drafts
-            for drafter in draft.judge(target)[0].values()
-        ]
-
-    def _refusals(self, method: str) -> str:
-        texts = dict.fromkeys(
-            text
-            for target in self.targets
-            for draft in self.fleet.drafts
-            if (text := draft.judge(target)[1].get(method))
-        )
-        return f" ({'; '.join(texts)})" if texts else ""
+    @property
+    def offers(self) -> Offers:
+        """The drafters that fit these targets."""
+        fleet = self.fleet
+        return Offers(self.targets, fleet.drafts, fleet.rows, self.settings)

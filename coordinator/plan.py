@@ -27,8 +27,16 @@ class Plan:
         self._at, self._settings, self._record = attachment, settings, record
         self._k, self._adaptive = k, adaptive
         self._policy: KPolicy | None = None
-        # Why this round is plain though the drafter is attached, and for how many more steps.
+        # Why a round is plain though the drafter is attached, and for how many more steps.
         self._why_plain, self._plain_steps = "", 0
+        # The same of the steps that the target runs ahead now: the next round may be decided on.
+        self._why_ahead = ""
+
+    def begin(self) -> None:
+        """The session is opened: a verdict that was awaited never comes."""
+        self._why_plain, self._plain_steps, self._why_ahead = "", 0, ""
+        if self._policy is not None:
+            self._policy.forget()
 
     def tokens(self, step: int, length: int, most: int) -> int:
         """Draft tokens for the step after `step`, at most `most`; counts why there are none."""
@@ -84,15 +92,15 @@ class Plan:
 
     def free_run(self) -> int:
         """Steps that the target may run ahead after the next one."""
-        window = self._settings.free_run
+        window, self._why_ahead = self._settings.free_run, self._why_plain
         if self._at.attached:
             return min(window, self._plain_steps)
         return window if self._at.given_up else min(window, _SHORT_RUN)
 
     def ran_ahead(self) -> None:
         """One of the steps that `free_run` allowed has come."""
-        if self._why_plain:
-            self._record.fell_back(self._why_plain)
+        if self._why_ahead:
+            self._record.fell_back(self._why_ahead)
 
     def note(self, asked: int, accepted: int, *, proposed: bool) -> None:
         """How a round with draft tokens went."""

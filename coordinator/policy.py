@@ -114,6 +114,10 @@ class KPolicy:
         self._past.calibration.note(self._said, accepted)
         self._said = self._withheld = ()
 
+    def forget(self) -> None:
+        """The verdict over what was cut last never comes."""
+        self._said = self._withheld = ()
+
     def cut(self, said: Sequence[float], sessions: int, context: int) -> int:
         """How many of the tokens that the drafter says so much of are worth verifying.
 
@@ -128,7 +132,7 @@ class KPolicy:
 
     def choose(self, step: int, limit: int, sessions: int, context: int) -> int:
         """Draft tokens for the step after `step`, at most `limit`; 0: it does not pay."""
-        self._rate, self._said, self._withheld = 0.0, (), ()
+        self._rate = 0.0
         if limit <= 0 or step < self._plain_until:
             return 0
         self._round += 1

@@ -56,6 +56,8 @@ class Record:
     by_source: Counter[str] = field(default_factory=Counter)
     # Times the session went on at another target.
     target_moves: int = 0
+    placement: str = ""
+    outside_us: list[int] = field(default_factory=list)
 
     def fell_back(self, cause: str) -> None:
         self.fallbacks[countable(cause, self.fallbacks)] += 1
@@ -66,9 +68,11 @@ class Record:
     def spent(self, phase: str, nanoseconds: int) -> None:
         self.phase_ns[phase] += max(0, nanoseconds)
 
-    def step(self, drafted: int, accepted: int) -> None:
+    def step(self, drafted: int, accepted: int, outside_ns: int) -> None:
+        """`outside_ns`: what the step took beyond the computing of target and draft."""
         self.drafted.append(drafted)
         self.accepted.append(accepted)
+        self.outside_us.append(min(max(0, outside_ns) // 1000, 2**32 - 1))
 
     def to_wire(self, completion_tokens: int) -> generate_pb2.AcceptanceRecord:
         rounds = len(self.drafted)
@@ -88,6 +92,8 @@ class Record:
             ttft_ms=(self.first_ns - self.started_ns) / 1e6 if self.first_ns else 0.0,
             accepted_by_source=dict(self.by_source),
             target_moves=self.target_moves,
+            placement=self.placement,
+            per_step_outside_us=self.outside_us,
             total_ms=(now - self.started_ns) / 1e6,
         )
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
+from coordinator.drafters import COLOCATED, PLAIN, SEPARATE
 from coordinator.metrics import Metrics
-from coordinator.placement import PLAIN, Fleet, Group
+from coordinator.placement import Fleet, Group
 from coordinator.session import Deliver, Session
 from coordinator.spec import SessionSpec
 from coordinator.validation import check, is_long, prompt_ids
@@ -18,7 +19,7 @@ from coordinator.workers import DraftWorker, TargetWorker, Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from specwire.sampling import MAX_CHOICES
-from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc
+from specwire.v1 import common_pb2, draft_pb2, generate_pb2, generate_pb2_grpc
 
 SERVICE_NAME = "specwire.v1.GenerationService"
 _Worker = generate_pb2.GenerationServiceGetInfoResponse.Worker
@@ -157,9 +158,13 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             protocol_major=PROTOCOL_MAJOR,
             protocol_minor=PROTOCOL_MINOR,
             model=info.model if info is not None else None,
-            workers=[*(_target(t, first) for t in fleet.targets), *map(_draft, fleet.drafts)],
-            methods=first.methods() if first is not None else [PLAIN],
-            default_method=first.default_method() if first is not None else PLAIN,
+            workers=[
+                *(_target(target, first) for target in fleet.targets),
+                *(_beside(target) for target in fleet.targets if target.colocated is not None),
+                *map(_draft, fleet.drafts),
+            ],
+            methods=first.offers.methods() if first is not None else [PLAIN],
+            default_method=first.offers.default_method() if first is not None else PLAIN,
             default_exactness=info.default_exactness if info is not None else None,
             contract_levels=info.contract_levels if info is not None else (),
             # Zero: chosen for each round.
@@ -199,17 +204,34 @@ def _target(target: TargetWorker, first: Group | None) -> _Worker:
     return worker
 
 
+def _beside(target: TargetWorker) -> _Worker:
+    """The drafters in a target's process; they are up when it is, and their sessions are its."""
+    worker, inside = _worker("draft", target), target.colocated
+    assert inside is not None and target.info is not None
+    worker.placement = COLOCATED
+    worker.device = inside.info.worker.device or target.info.worker.device
+    return _described(worker, *inside.judge(target.info))
+
+
 def _draft(draft: DraftWorker) -> _Worker:
     worker = _worker("draft", draft)
-    fitting, refused = draft.judge_all()
-    if refused:
-        worker.reason = "; ".join([*filter(None, [worker.reason]), *refused.values()])
+    worker.placement = SEPARATE
+    if draft.info is not None:
+        worker.device = draft.info.worker.device
+    return _described(worker, *draft.judge_all())
+
+
+def _described(
+    worker: _Worker, fitting: dict[str, draft_pb2.DrafterInfo], refused: dict[str, str]
+) -> _Worker:
+    """With what it drafts, or why it does not."""
+    texts = list(dict.fromkeys(refused.values()))
+    if texts:
+        worker.reason = "; ".join([*filter(None, [worker.reason]), *texts])
         if not fitting:
-            worker.state, worker.reason = "refused", "; ".join(refused.values())
+            worker.state, worker.reason = "refused", "; ".join(texts)
     worker.methods.extend(fitting)
     reports = [d.attention for d in fitting.values() if d.attention.chosen]
     if reports:
         worker.attention.CopyFrom(reports[0])
-    if draft.info is not None:
-        worker.device = draft.info.worker.device
     return worker

@@ -2,9 +2,10 @@
 
     advance -> (text goes out) -> proposal -> verify -> verdict -> advance ...
 
-Without a drafter K is 0, and the target runs ahead by `free_run` steps. The draft decides nothing:
-late, lost or wrong, it costs speed only. A target that is lost is opened once more with the
-committed ids; noise is keyed by position, so the text goes on as it would have.
+With a drafter in the target's process the verdict brings the next proposal, and the next verify
+goes out before the text. Without a drafter K is 0, and the target runs ahead by `free_run` steps.
+The draft decides nothing: late, lost or wrong, it costs speed only. A target that is lost is opened
+once more with the committed ids; noise is keyed by position, so the text goes on as it would have.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from coordinator.answer import Answer
+from coordinator.attachment import Attachment
+from coordinator.colocated import Colocated
+from coordinator.drafters import PLAIN
 from coordinator.drafting import Drafting
 from coordinator.place import Place
-from coordinator.placement import PLAIN, Group
-from coordinator.record import Record, worked_ns
+from coordinator.placement import Group
+from coordinator.plan import Plan
+from coordinator.record import Record
+from coordinator.separate import Separate
 from coordinator.spec import SessionSpec, open_target
 from coordinator.steps import Steps
 from coordinator.text import TextModel
@@ -28,8 +34,14 @@ from specwire.v1 import common_pb2, generate_pb2, target_pb2
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[generate_pb2.Delta], Awaitable[None]]
-# Refusals of rows: the request itself is fine, the drafter is of no use to it.
+# Refusals at the open where the request itself is fine: the drafter is of no use to it.
 _ROW_REFUSALS = (Reason.PUSH_ADDRESS_REFUSED, Reason.ROWS_REFUSED)
+_COLOCATED_REFUSALS = (
+    *_ROW_REFUSALS,
+    Reason.METHOD_UNKNOWN,
+    Reason.MODEL_MISMATCH,
+    Reason.UNSUPPORTED,
+)
 # The target lost the session (restart, lease, link): opening it again helps.
 _LOST = (Reason.ENGINE_DOWN, Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
 # The target takes no session now; another one may.
@@ -51,25 +63,27 @@ class Session:
         # Set once other answers can begin with what this one has: the target was told of it, and
         # a drafter that reads rows has taken in those of the prompt; or never will be.
         self.shareable = asyncio.Event()
-        method = spec.choice.drafter.method if spec.choice is not None else PLAIN
-        self.record = Record(method)
+        self.record = Record(spec.wanted.method if spec.wanted is not None else PLAIN)
         self._group, self._settings = group, group.settings
         answer, beside = spec.answer, parent.target if parent is not None else None
-        self._place = Place(group, spec.prompt, answer.max_tokens, answer.exactness, beside)
+        self._place = Place(
+            group, spec.prompt, answer.max_tokens, answer.exactness, beside, spec.wanted
+        )
         self.session_id = session_id
         self.key = self._key(0)
         self._ids = list(spec.prompt)
         self._answer = Answer(spec.answer, text)
-        self._drafting = Drafting(
-            group=group,
-            target=self.target,
-            method="" if spec.choice is None else method,
+        self._drafter = Attachment(
+            group,
+            self.target,
+            spec.wanted,
             sampling=spec.answer.sampling,
             k=spec.k,
-            adaptive=spec.adaptive_k,
             deadline=spec.deadline,
             record=self.record,
         )
+        self._plan = Plan(self._drafter, group.settings, self.record, spec.k, spec.adaptive_k)
+        self._drafting = self._drafting_here()
         self._steps = Steps(spec.deadline, self.record)
         self._closed = False
 
@@ -90,9 +104,8 @@ class Session:
                 verdict = await self._verdict()
                 done = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
                 self._ids.extend(verdict.tokens)
-                k = 0 if done else self._ask(verdict)
-                if k:
-                    await asyncio.sleep(0)  # the question leaves before the text is worked on
+                if not done and self._ask(verdict):
+                    await asyncio.sleep(0)  # what was sent leaves before the text is worked on
                 delta = self._answer.add(verdict, done)
                 done = done or bool(self._answer.stop)
                 if done:
@@ -102,12 +115,12 @@ class Session:
                 if done:
                     acceptance = self.record.to_wire(self._answer.tokens)
                     return self._answer.finished(verdict, len(self.spec.prompt), acceptance)
+                if self._steps.step > verdict.step_id:
+                    continue  # it is on its way
                 if self._steps.unasked:
                     self._steps.follow()
                 else:
-                    draft = await self._drafting.proposal() if k else []
-                    self.shareable.set()
-                    await self._next(draft)
+                    await self._next()
         finally:
             self.shareable.set()
             self.close()
@@ -117,7 +130,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._drafting.close()
+        self._drafter.close()
         self._steps.close()
         self._place.leave(self._ids)
 
@@ -128,11 +141,18 @@ class Session:
         if self._parent is not None:
             await self._parent.shareable.wait()
         self.key = self._key(self.key.generation + 1)
-        await self._drafting.open(self.key, self._ids, self.target)
-        push_to = self._drafting.push_to()
+        await self._drafter.open(self.key, self._ids, self.target)
+        self._plan.begin()
+        self._drafting = self._drafting_here()
+        push_to = self._drafter.push_to()
         self._open_target(push_to)
         if push_to is None:
             self.shareable.set()
+
+    def _drafting_here(self) -> Drafting:
+        """How rounds go with the drafter that this generation has."""
+        kind = Colocated if self._drafter.colocated else Separate
+        return kind(self._drafter, self._plan, self._settings, self.record)
 
     def _open_target(self, push_to: target_pb2.PushTo | None) -> None:
         parent = self._parent
@@ -142,14 +162,17 @@ class Session:
             and parent.target is self.target
             and not (self.emitted or parent._closed)
         )
+        length = len(self._ids) + 1
+        first = self._drafting.then_propose(0, length, self._most(length))
         request = open_target(
             self.spec,
             self._settings,
             key=self.key,
             ids=self._ids,
             push_to=push_to,
-            rows_from=self._drafting.rows_from,
-            free_run=0 if self._drafting.attached else self._settings.free_run,
+            colocated=self._drafter.beside(first),
+            rows_from=self._drafter.have_rows,
+            free_run=0 if self._drafter.attached else self._settings.free_run,
             fork_of=parent.key if parent is not None and shares else None,
         )
         self._steps.open(self.target, request, self.key)
@@ -171,39 +194,50 @@ class Session:
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def _ask(self, verdict: target_pb2.Verdict) -> int:
-        """Tells the draft what was committed, and how many tokens the next step can use."""
-        if verdict.step_id == 0:
-            self._drafting.first_context(worked_ns(verdict.timings) / 1e9)
+    def _ask(self, verdict: target_pb2.Verdict) -> bool:
+        """Tells the draft what was committed, and how many tokens the next step can use; where its
+        answer is there already, the next step goes out. Whether anything was sent that matters."""
         unasked = self._steps.unasked
         if unasked:
-            self._drafting.ran_ahead()
-        k = 0 if unasked else self._k(len(self._ids))
-        self._drafting.advance(verdict, self._ids, k)
-        return k
+            self._plan.ran_ahead()
+        most = None if unasked else self._most(len(self._ids))
+        asked = self._drafting.advance(verdict, self._ids, most)
+        draft = self._drafting.in_hand
+        if unasked or draft is None:
+            return asked
+        self._send(draft)
+        return True
 
-    def _k(self, length: int) -> int:
-        """Draft tokens of the next step; one of the tokens still allowed is the target's own."""
+    def _most(self, length: int) -> int:
+        """Draft tokens that a step at this length can use; one of those still allowed is the
+        target's own."""
         info = self.target.info
         if info is None:
             return 0
         remaining = self.spec.answer.max_tokens - (length - len(self.spec.prompt))
         room = info.model.max_length_tokens - length
-        most = min(remaining - 1, room, info.max_draft_tokens)
-        return self._drafting.plan(self._steps.step, length, most)
+        return min(remaining - 1, room, info.max_draft_tokens)
 
-    async def _next(self, draft: list[int]) -> None:
-        """Sends the next step; without a drafter, tries to get one again first.
-
-        Where nothing is drafted the target may run ahead.
-        """
+    async def _next(self) -> None:
+        """Sends the next step; without a drafter, tries to get one again first."""
+        draft = await self._drafting.proposal()
+        self.shareable.set()
         left, step = self.spec.answer.max_tokens - self.emitted, self._steps.step
-        if not self._drafting.attached and self._drafting.reattach(step, self._ids, left):
+        if not self._drafter.attached and self._drafter.reattach(step, self._ids, left):
             self._steps.close()
             await self._open()
         else:
-            free_run = 0 if draft else self._drafting.free_run()
-            self._steps.verify(len(self._ids), draft, free_run)
+            self._send(draft)
+
+    def _send(self, draft: list[int]) -> None:
+        """The next step. Where nothing is drafted the target may run ahead; each of its steps
+        brings a token at least, and the last one the proposal of a drafter beside it."""
+        free_run = 0 if draft else self._plan.free_run()
+        step = self._steps.step + 1 + free_run
+        shortest = len(self._ids) + 1 + free_run
+        most = self._most(shortest)
+        then_propose = self._drafting.then_propose(step, shortest + len(draft), most)
+        self._steps.verify(len(self._ids), draft, free_run, then_propose)
 
     async def _verdict(self) -> target_pb2.Verdict:
         """The verdict of the awaited step; anything else is dropped and counted."""
@@ -225,7 +259,8 @@ class Session:
             ):
                 if message.step_id:
                     self._drafting.judged(message.accepted)
-                self._steps.account(message, arrived_ns, self._drafting.waited_ns)
+                drafting = self._drafting
+                self._steps.account(message, arrived_ns, drafting.waited_ns, drafting.drafted_ns)
                 return message
             else:
                 self._steps.dropped()
@@ -235,8 +270,9 @@ class Session:
             self._steps.dropped()
             return
         error = from_item(message.error)
-        if error.reason in _ROW_REFUSALS and self._steps.step == 0:
-            self._drafting.refuse_rows(error.reason.lower())
+        refusals = _COLOCATED_REFUSALS if self._drafter.colocated else _ROW_REFUSALS
+        if error.reason in refusals and self._steps.step == 0:
+            self._drafter.refused(error.reason.lower())
             self._steps.close()
             await self._open()
         elif error.reason in _LOST or (error.reason in _ELSEWHERE and self.emitted):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.answer import AnswerSpec
-from coordinator.placement import Choice
+from coordinator.drafters import Wanted
 from coordinator.record import remaining_ms
 from coordinator.settings import CoordinatorSettings
 from specwire.rpc import encode_ids
@@ -19,7 +19,8 @@ class SessionSpec:
 
     prompt: tuple[int, ...]
     answer: AnswerSpec
-    choice: Choice | None
+    # The drafter; None: plain.
+    wanted: Wanted | None
     k: int
     deadline: float | None
     # How many answers were asked for; this is one of them.
@@ -36,6 +37,7 @@ def open_target(
     key: common_pb2.SessionKey,
     ids: Sequence[int],
     push_to: target_pb2.PushTo | None,
+    colocated: target_pb2.ColocatedDraft | None,
     rows_from: int,
     free_run: int,
     fork_of: common_pb2.SessionKey | None,
@@ -53,6 +55,7 @@ def open_target(
         max_new_tokens=answer.max_tokens - emitted,
         exactness=answer.exactness,
         push_to=push_to,
+        colocated=colocated,
         rows_from=rows_from if push_to is not None else 0,
         row_window=settings.row_window,
         lease_ms=settings.lease_ms,

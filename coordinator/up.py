@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from coordinator import runtime_file
-from coordinator.local import LocalDeployment, LocalOptions, parse_extra
+from coordinator.local import COLOCATED_METHOD, LocalDeployment, LocalOptions, parse_extra
 from coordinator.options import say, terminated_cleanly
 from specwire.errors import Reason, SpecwireError
 
@@ -26,6 +26,10 @@ def up(
     draft: Annotated[
         str, typer.Option(help="Draft checkpoint: a directory, or `default`.")
     ] = "default",
+    colocate: Annotated[
+        bool,
+        typer.Option("--colocate", help="The draft in the target's process, and no draft service."),
+    ] = False,
     listen: Annotated[
         str, typer.Option(help="Where to serve, such as 127.0.0.1:7070. Unset: a UNIX socket.")
     ] = "",
@@ -47,12 +51,21 @@ def up(
 
     \b
       specwire up
+      specwire up --colocate
       specwire up --listen 127.0.0.1:7070
       specwire up --model ./SmolLM2-360M --set target.kv-memory-mb=512
     """
     if exactness not in ("exact", "fast"):
         raise SpecwireError.field("--exactness", exactness, "exact, fast", Reason.SETTINGS_INVALID)
-    options = LocalOptions(model, draft, exactness, threads, listen, parse_extra(settings or ()))
+    options = LocalOptions(
+        model=model,
+        draft=draft,
+        exactness=exactness,
+        threads=threads,
+        colocate=COLOCATED_METHOD if colocate else "",
+        listen=listen,
+        extra=parse_extra(settings or ()),
+    )
     stop = threading.Event()
     # While loading, a signal unwinds the start; afterwards it asks for an orderly end.
     with (

@@ -6,7 +6,8 @@ import secrets
 from typing import Literal
 
 from coordinator.answer import AnswerSpec
-from coordinator.placement import PLAIN, Choice, Group
+from coordinator.drafters import PLAIN, Wanted
+from coordinator.placement import Group
 from coordinator.spec import SessionSpec
 from coordinator.text import ROLES, TextModel
 from specwire.errors import Reason, SpecwireError
@@ -51,9 +52,9 @@ def check(
         raise SpecwireError.field("structured_output", kind, accepted, Reason.UNSUPPORTED)
     n = _n(request)
     prompt = prompt_ids(request, text, model) if prompt is None else prompt
-    choice, k, adaptive = _speculation(request, fleet)
+    wanted, k, adaptive = _speculation(request, fleet)
     answer = _answer(request, fleet, text, model, len(prompt))
-    return SessionSpec(tuple(prompt), answer, choice, k, deadline, n, traceparent, adaptive)
+    return SessionSpec(tuple(prompt), answer, wanted, k, deadline, n, traceparent, adaptive)
 
 
 def _n(request: generate_pb2.GenerateRequest) -> int:
@@ -214,19 +215,21 @@ def _exactness(given: common_pb2.Exactness, fleet: Group) -> common_pb2.Exactnes
 
 def _speculation(
     request: generate_pb2.GenerateRequest, fleet: Group
-) -> tuple[Choice | None, int, bool]:
+) -> tuple[Wanted | None, int, bool]:
     """The drafter, K, and whether K is only the most. Zero tokens a round is plain decoding.
 
     A request that names K gets exactly that many; one that does not leaves them to the policy.
     """
-    wanted = request.speculation
-    choice = fleet.choose(wanted.method or fleet.default_method())
+    given, offers = request.speculation, fleet.offers
+    name = given.method or offers.default_method()
+    choice = offers.choose(name)
+    wanted = Wanted.parse(name) if choice is not None else None
     limit = choice.drafter.max_draft_tokens if choice is not None else 0
-    if not wanted.HasField("num_speculative_tokens"):
+    if not given.HasField("num_speculative_tokens"):
         if fleet.settings.adaptive_k:
-            return choice, limit, True
-        return choice, min(fleet.settings.num_speculative_tokens, limit), False
-    k = wanted.num_speculative_tokens
+            return wanted, limit, True
+        return wanted, min(fleet.settings.num_speculative_tokens, limit), False
+    k = given.num_speculative_tokens
     field = "speculation.num_speculative_tokens"
     if choice is None:
         if k:
@@ -235,4 +238,4 @@ def _speculation(
     if k > limit:
         accepted = f"0 to {limit}, the most that {choice.drafter.method} proposes"
         raise SpecwireError.field(field, k, accepted)
-    return (choice, k, False) if k else (None, 0, False)
+    return (wanted, k, False) if k else (None, 0, False)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from coordinator.breaker import Breaker
-from coordinator.costs import Cost, Costs
-from coordinator.handshake import check_drafter, check_target, check_worker
+from coordinator.costs import Costs
+from coordinator.drafters import COLOCATED, SEPARATE, Drafters, measured_costs
+from coordinator.handshake import check_target, check_worker
 from coordinator.links import Link
-from coordinator.policy import Acceptance
 from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import Message, channel_options
-from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from specwire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,9 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             frame=target_pb2.TargetServiceLinkRequest,
             item=target_pb2.TargetItem,
         )
-        self._cache = cache
+        self._cache, self._settings = cache, settings
+        # Drafters in the target's own process.
+        self.colocated: Drafters | None = None
         self.info: target_pb2.TargetServiceGetInfoResponse | None = None
         self.text: TextModel | None = None
         # Running mean of a session's verify exchange at the present load; None before the first.
@@ -117,8 +118,30 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             document = await self._cache.document(self._stub, info.model.tokenizer_hash)
             self.text = TextModel(document)
         self.info, self.draining = info, False
-        self.costs = Costs(_costs(info.costs, anchor=1))
+        self.costs = Costs(measured_costs(info.costs, anchor=1))
+        self.colocated = await self._drafters_inside(info.worker.incarnation)
         return int(info.worker.incarnation)
+
+    async def _drafters_inside(self, incarnation: int) -> Drafters | None:
+        """One process that hosts both roles has one incarnation. Nothing else proves it: at an
+        address, or on a host, there may be several."""
+        stub = draft_pb2_grpc.DraftServiceStub(self._channel)
+        try:
+            info = await stub.GetInfo(
+                draft_pb2.DraftServiceGetInfoRequest(), timeout=_INFO_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                text = f"its draft role says {error.code().name}"
+                log.warning("not co-located", extra={"address": self.address, "why": text})
+            return None
+        if info.worker.incarnation != incarnation:
+            text = "another process answers as the draft there"
+            log.warning("not co-located", extra={"address": self.address, "why": text})
+            return None
+        return Drafters(info, COLOCATED, self._settings, self.colocated)
 
     @property
     def model_key(self) -> ModelKey | None:
@@ -171,20 +194,23 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
             frame=draft_pb2.DraftServiceLinkRequest,
             item=draft_pb2.DraftItem,
         )
-        self._targets = targets
-        self.info: draft_pb2.DraftServiceGetInfoResponse | None = None
-        self._settings = settings
-        # By method.
-        self.standings: dict[str, Standing] = {}
-        self._judged: dict[tuple[int, int], tuple[dict[str, Any], dict[str, str]]] = {}
+        self._targets, self._settings = targets, settings
+        self.drafters: Drafters | None = None
+
+    @property
+    def info(self) -> draft_pb2.DraftServiceGetInfoResponse | None:
+        return self.drafters.info if self.drafters is not None else None
+
+    @property
+    def standings(self) -> dict[str, Standing]:
+        """By method."""
+        return self.drafters.standings if self.drafters is not None else {}
 
     async def _greet(self) -> int:
         request = draft_pb2.DraftServiceGetInfoRequest()
         info = await self._stub.GetInfo(request, timeout=_INFO_TIMEOUT_S)
         check_worker("draft", info.worker)
-        self.info = info
-        self.standings = {drafter.method: self._standing(drafter) for drafter in info.drafters}
-        self._judged.clear()
+        self.drafters = Drafters(info, SEPARATE, self._settings, self.drafters)
         fitting, refused = self.judge_all()
         for text in refused.values():
             log.warning("drafter refused", extra={"address": self.address, "why": text})
@@ -192,25 +218,23 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
             raise SpecwireError(Reason.MODEL_MISMATCH, "; ".join(refused.values()))
         return int(info.worker.incarnation)
 
-    def _standing(self, drafter: draft_pb2.DrafterInfo) -> Standing:
-        """A new process owes nothing for the old one's lateness; how good it is, is known."""
-        settings, known = self._settings, self.standings.get(drafter.method)
-        return Standing(
-            breaker=Breaker(settings.breaker_lates, settings.breaker_open_ms / 1000),
-            costs=Costs(_costs(drafter.costs, anchor=0)),
-            past=known.past if known is not None else Acceptance(),
-        )
-
     def judge(
         self, target: TargetWorker
     ) -> tuple[dict[str, draft_pb2.DrafterInfo], dict[str, str]]:
         """Drafters that fit the target as it is now, and the refusals of the others."""
-        if self.info is None or target.info is None:
+        if self.drafters is None or target.info is None:
             return {}, {}
-        pair = (target.info.worker.incarnation, self.info.worker.incarnation)
-        if pair not in self._judged:
-            self._judged[pair] = _judge(self.info, target.info)
-        return self._judged[pair]
+        if (home := self._home()) is not None:
+            text = f"co-located with the target at {home}, whose sessions have it without a link"
+            return {}, dict.fromkeys(self.standings, text)
+        return self.drafters.judge(target.info)
+
+    def _home(self) -> str | None:
+        """The target in whose process these drafters are, given as a separate draft by mistake."""
+        assert self.drafters is not None
+        mine = self.drafters.incarnation
+        homes = [t.address for t in self._targets if t.info and t.info.worker.incarnation == mine]
+        return homes[0] if homes else None
 
     def judge_all(self) -> tuple[dict[str, draft_pb2.DrafterInfo], dict[str, str]]:
         """The same over all targets: refused is a drafter that fits none of them."""
@@ -225,25 +249,3 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
     @property
     def push_address(self) -> str:
         return (self.info.push_address if self.info is not None else "") or self.address
-
-
-def _judge(
-    info: draft_pb2.DraftServiceGetInfoResponse, target: target_pb2.TargetServiceGetInfoResponse
-) -> tuple[dict[str, draft_pb2.DrafterInfo], dict[str, str]]:
-    fitting: dict[str, draft_pb2.DrafterInfo] = {}
-    refused: dict[str, str] = {}
-    for drafter in info.drafters:
-        try:
-            check_drafter(target, drafter)
-            fitting[drafter.method] = drafter
-        except SpecwireError as error:
-            refused[drafter.method] = error.message
-    return fitting, refused
-
-
-def _costs(given: Iterable[common_pb2.StepCost], anchor: int) -> Iterable[Cost]:
-    """A target's rows hold the anchor and the draft tokens, a draft's the tokens proposed."""
-    return [
-        Cost(max(0, c.rows - anchor), c.sessions, c.context_tokens, c.compute_ns / 1e9)
-        for c in given
-    ]

@@ -115,12 +115,12 @@ def _tokenizer_of_pair(document: bytes, tokens: dict[int, str], target: str) -> 
 
 
 def _dflash(settings: DraftSettings, target: Target) -> AnyMethod:
-    path = _checkpoint("draft", settings.draft, DEFAULT_DRAFT)
+    path = checkpoint_path("draft", settings.draft, DEFAULT_DRAFT)
     return _block_drafter(DFlashMethod, path, target(), settings)
 
 
 def _dspark(settings: DraftSettings, target: Target) -> AnyMethod:
-    path = _checkpoint("dspark", settings.dspark, DEFAULT_DSPARK)
+    path = checkpoint_path("dspark", settings.dspark, DEFAULT_DSPARK)
     return _block_drafter(DSparkMethod, path, target(), settings)
 
 
@@ -137,7 +137,8 @@ def _block_drafter(
     )
 
 
-def _checkpoint(field: str, reference: str, shipped: Path) -> Path:
+def checkpoint_path(field: str, reference: str, shipped: Path) -> Path:
+    """The directory that a setting names. Raises SpecwireError."""
     path = shipped if reference == "default" else Path(reference).expanduser()
     if not path.is_dir():
         accepted = 'a checkpoint directory, or "default"'
@@ -156,16 +157,16 @@ def _options(
         kernels=settings.kernels,
         attention_backend=settings.attention_backend,
         cuda_graph_mode=settings.cuda_graph_mode,
-        int8_head=_int8_head(settings),
+        int8_head=head_in_int8(settings.head_dtype, settings.dtype),
     )
     return replace(options, page_count=_page_count(settings, checkpoint, target, options, method))
 
 
-def _int8_head(settings: DraftSettings) -> bool:
+def head_in_int8(head_dtype: str, dtype: str) -> bool:
     """A proposal is a hint, and the head is most of its cost: int8 where that is faster."""
-    if settings.head_dtype == "auto":
-        return weight_dtype(settings.dtype) is torch.bfloat16 and int8_is_fast()
-    return settings.head_dtype == "int8"
+    if head_dtype == "auto":
+        return weight_dtype(dtype) is torch.bfloat16 and int8_is_fast()
+    return head_dtype == "int8"
 
 
 def _page_count(

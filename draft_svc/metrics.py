@@ -1,4 +1,6 @@
-"""Counters of a draft service, in their own registry: two services may share a process."""
+"""Counters of a draft service, in their own registry unless one is given: two services may share a
+process.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from specwire.observe import counter, histogram
 class Metrics:
     """What happened, by cause where causes differ."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
         self._events = counter(
             "draft_events", "Items dropped or refused, by cause", ["cause"], self.registry
         )

@@ -16,6 +16,16 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 SERVICE_NAME = "specwire.v1.DraftService"
 
 
+def worker_info(incarnation: int, device: str) -> common_pb2.WorkerInfo:
+    return common_pb2.WorkerInfo(
+        protocol_major=PROTOCOL_MAJOR,
+        protocol_minor=PROTOCOL_MINOR,
+        incarnation=incarnation,
+        version=metadata.version("specwire"),
+        device=device,
+    )
+
+
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One draft service. `incarnation` names this life of the process."""
 
@@ -23,13 +33,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, protocol: Protocol, *, incarnation: int, device: str, push_address: str
     ) -> None:
         self._protocol, self._push_address = protocol, push_address
-        self._worker_info = common_pb2.WorkerInfo(
-            protocol_major=PROTOCOL_MAJOR,
-            protocol_minor=PROTOCOL_MINOR,
-            incarnation=incarnation,
-            version=metadata.version("specwire"),
-            device=device,
-        )
+        self._worker_info = worker_info(incarnation, device)
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: Any

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from engine.attention.report import AttentionReport
 from engine.kv.pool import PageTable, PoolStats
+
+if TYPE_CHECKING:
+    from engine.colocated import Group, Handles, TapRows, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Item:
              `context[prompt_len:]` is the output so far. Read only where `sampling` needs it
     logprobs alternatives per drawn token; None: none are computed
     prompt_logprobs  the same for the rows of a prompt chunk: row i scores the token after it
+    drafted  a co-located drafter, where there is one, keeps its context for these rows
     """
 
     table: PageTable
@@ -110,6 +114,7 @@ class Item:
     prompt_len: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    drafted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,4 +178,75 @@ class Engine(Protocol):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when pages leak or are shared by mistake; called when idle."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A session whose verdict is decided and that wants `k >= 1` tokens behind `anchor`, its last
+    committed token. `table` holds the context: the anchor stands at position `table.length`."""
+
+    table: PageTable
+    anchor: int
+    k: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """At most `k` ids, the draft's own probabilities for them (or none), and why not more."""
+
+    ids: tuple[int, ...] = ()
+    confidences: tuple[float, ...] = ()
+    reason: str = ""
+
+
+class Drafter(Protocol):
+    """A drafter in the target's process. Its context lives in KV groups under the target's page
+    tables and is written in the target's own steps.
+
+    The order of calls: `register` on the event loop; then on the engine's thread `describe`,
+    `attach`, `warm_up`, and from then on `write` (inside a step) and `propose` (between two).
+    """
+
+    @property
+    def method(self) -> str:
+        """What sessions ask for by name."""
+        ...
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens of one proposal; known when attached."""
+        ...
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Full names of the gRPC services that `register` adds."""
+        ...
+
+    def register(self, server: Any, *, incarnation: int, registry: Any) -> None:
+        """Adds its services to the gRPC server of the target, as the same process, and its metrics
+        to a Prometheus registry. They answer that they are loading until `attach`."""
+        ...
+
+    def describe(self, target: Target) -> tuple[Group, ...]:
+        """The groups that its context needs, before anything is allocated. Raises
+        BackendUnavailable where one cannot be had, CheckpointError, SettingRefused."""
+        ...
+
+    def attach(self, handles: Handles) -> tuple[int, ...]:
+        """Loads its weights, over the memory of its groups. Returns the tap layers it reads."""
+        ...
+
+    def warm_up(self) -> None:
+        """Pays first-call costs and measures what a proposal costs."""
+        ...
+
+    def write(self, rows: TapRows) -> None:
+        """Makes context of rows of the step that runs. Does not wait for the device."""
+        ...
+
+    def propose(self, asks: Sequence[Ask]) -> list[Proposed]:
+        """One answer each, in order; all that are ready share one forward. The tables keep their
+        lengths and their pages."""
         ...

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from engine.api import ModelInfo
+from engine.api import Drafter, ModelInfo
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
+from engine.colocated import Group, Target, describe
 from engine.config import EngineConfig
 from engine.default_model import resolve_model
 from engine.device import numerics_fingerprint, resolve_device, use_native, weight_dtype
@@ -23,8 +25,9 @@ from engine.weights import Weights, fingerprint, read_json
 
 
 @torch.inference_mode()
-def load_engine(config: EngineConfig) -> NativeEngine:
+def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeEngine:
     """Loads the model, allocates pages, chooses the attention backend, checks row independence.
+    A `drafter` is asked for its KV groups before the pages exist, and attached to the engine.
 
     Raises SettingRefused, CheckpointError or BackendUnavailable.
     """
@@ -52,7 +55,11 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     )
     # Nothing after this sees "auto".
     config = replace(config, kv_dtype=attention.geometry.dtype)
-    cache = allocate_cache(config, cache_geometry(model_config, attention.geometry))
+    name = fingerprint(source.directory)
+    groups = describe(drafter, Target(source.directory, name, model_config, attention))
+    cache, beside = allocate_caches(
+        config, cache_geometry(model_config, attention.geometry), groups
+    )
     limit = session_length(config, model_config, (cache.page_count - 1) * config.page_tokens)
     backend, report = make_backend(attention, cache, config.kv_bucket), attention.report()
     weights = Weights(source.directory, weight_dtype(config.dtype))
@@ -62,7 +69,7 @@ def load_engine(config: EngineConfig) -> NativeEngine:
     special = json.loads(document)["special"]
     info = ModelInfo(
         name=source.name,
-        fingerprint=fingerprint(source.directory),
+        fingerprint=name,
         numerics=numerics_fingerprint(
             config, native, report.chosen, limit if model_config.rope.kind == "dynamic" else 0
         ),
@@ -74,7 +81,11 @@ def load_engine(config: EngineConfig) -> NativeEngine:
         device="cpu",
         dtype=str(weight_dtype(config.dtype)).removeprefix("torch."),
     )
-    return NativeEngine(config, model, cache, backend, report, info)
+    engine = NativeEngine(config, model, cache, backend, report, info, beside)
+    if drafter is not None:
+        engine.attach(drafter, groups)
+        drafter.warm_up()
+    return engine
 
 
 def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:
@@ -90,16 +101,21 @@ def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:
     return config.max_length
 
 
-def allocate_cache(config: EngineConfig, geometry: CacheGeometry) -> PagedCache:
-    """The pages that the settings ask for and a scratch page. Raises SettingRefused."""
-    page_bytes = geometry.bytes_per_token * geometry.page_tokens
+def allocate_caches(
+    config: EngineConfig, geometry: CacheGeometry, groups: Sequence[Group] = ()
+) -> tuple[PagedCache, dict[str, PagedCache]]:
+    """The pages that the settings ask for and a scratch page, of the target's group and of those
+    beside it, which share the memory allowed. Raises SettingRefused."""
+    bytes_per_token = geometry.bytes_per_token + sum(g.geometry.bytes_per_token for g in groups)
+    page_bytes = bytes_per_token * geometry.page_tokens
     field = "kv_memory_mb" if config.kv_pages is None else "kv_pages"
     count = config.kv_pages or config.kv_memory_mb * 2**20 // page_bytes
     if count < 1:
         accepted = f"{-(-page_bytes // 2**20)} or more: one page has {page_bytes} bytes"
         raise SettingRefused(field, getattr(config, field), accepted)
     try:
-        return build_cache(geometry, count + 1)
+        beside = {group.name: build_cache(group.geometry, count + 1) for group in groups}
+        return build_cache(geometry, count + 1), beside
     except MemoryError:
         accepted = f"what this machine has memory for: one page has {page_bytes} bytes"
         raise SettingRefused(field, getattr(config, field), accepted) from None

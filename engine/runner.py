@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from engine import selftest
-from engine.api import Item, ItemResult, ModelInfo, TokenLogprobs
+from engine.api import Drafter, Item, ItemResult, ModelInfo, TokenLogprobs
 from engine.attention.base import AttentionBackend
 from engine.attention.report import AttentionReport
 from engine.batch import Packed, Placed, pack
 from engine.choose import Chosen, choose, drafts_of
+from engine.colocated import TARGET_GROUP, Beside, Group, Handles
 from engine.config import EngineConfig
 from engine.kv.cache import PagedCache
+from engine.kv.groups import PagedGroups
 from engine.kv.pool import PagePool, PageTable, PoolStats
 from engine.logprobs import score_rows
 from engine.models.family import Model
@@ -32,15 +35,32 @@ class NativeEngine:
         backend: AttentionBackend,
         report: AttentionReport,
         info: ModelInfo,
+        beside: Mapping[str, PagedCache] = MappingProxyType({}),
     ) -> None:
+        """`beside` are the caches of other KV groups under the same page tables."""
         self._config, self._model, self._cache, self._backend = config, model, cache, backend
         self._report, self._info = report, info
         # The last page of the cache belongs to no session: padding rows write there.
         self._pool = PagePool(cache.page_count - 1, config.page_tokens)
+        self._memory = PagedGroups(self._pool, {TARGET_GROUP: cache, **beside})
+        self._beside: Beside | None = None
         self._scratch_slot = (cache.page_count - 1) * config.page_tokens
         self._independent = (
             model.rows_independent and backend.rows_independent and selftest.rows_independent(self)
         )
+
+    def attach(self, drafter: Drafter, groups: Sequence[Group]) -> None:
+        """Lets a drafter keep its context in `groups` from the next step on. Raises
+        CheckpointError, or BackendUnavailable where memory and layout disagree."""
+        handles = Handles(
+            embedding=self._model.embedding,
+            head=self._model.head,
+            caches={group.name: self._memory.caches[group.name] for group in groups},
+            memory=self._memory,
+            max_length=self._info.max_length,
+            scratch_slot=self._scratch_slot,
+        )
+        self._beside = Beside(drafter, groups, handles)
 
     @property
     def info(self) -> ModelInfo:
@@ -79,8 +99,7 @@ class NativeEngine:
         for item in items:
             item.table.truncate(item.start)
             item.table.reserve(item.start + len(item.ids))
-        for source, to in self._pool.take_copies():
-            self._cache.copy_page(source, to)
+        self._memory.copy_pages()
         if self._independent or not any(item.exact for item in items):
             return self._run(items, minimum=0)
         # Rows depend on their neighbours here: an exact item runs alone, at a width that does not
@@ -97,12 +116,19 @@ class NativeEngine:
         # The last layer's outputs are what the head turns into logits: prompt rows are scored from
         # them piece by piece, in full precision.
         last = {self._info.layer_count - 1} if scored else set()
-        taps = tuple(sorted(last.union(*(item.taps for item in items))))
-        logits, tap_rows = self.forward(packed, taps, torch.float32 if scored else torch.bfloat16)
+        beside = self._beside if any(item.drafted for item in items) else None
+        drafter_taps = beside.taps if beside is not None else ()
+        taps = tuple(sorted(last.union(drafter_taps, *(item.taps for item in items))))
+        rows, tap_dtype = self._rows(packed), torch.float32 if scored else torch.bfloat16
+        logits, tap_rows = self._forward(rows, packed, taps, tap_dtype)
+        written: tuple[str, ...] = ()
+        if beside is not None and tap_rows is not None:
+            # Before anything is read back: the device has work while the host chooses.
+            written = beside.write(packed, taps, tap_rows, rows.positions, rows.slots)
         kernel = self._model.kernels.gumbel_argmax
         chosen = [Chosen()] * len(items) if logits is None else choose(logits, items, kernel)
         return [
-            self._result(placed, own, taps, tap_rows)
+            self._result(placed, own, taps, tap_rows, written if placed.item.drafted else ())
             for placed, own in zip(packed.placed, chosen, strict=True)
         ]
 
@@ -112,12 +138,19 @@ class NativeEngine:
         """Logits of the rows that draw and the taps of all rows (None where there is nothing to
         give).
         """
-        rows = Rows(
+        return self._forward(self._rows(packed), packed, taps, tap_dtype)
+
+    def _rows(self, packed: Packed) -> Rows:
+        return Rows(
             ids=torch.tensor(packed.ids, dtype=torch.int64),
             positions=torch.tensor(packed.positions, dtype=torch.int64),
             slots=torch.tensor(packed.slots, dtype=torch.int64),
             plan=self._backend.plan(packed.spans),
         )
+
+    def _forward(
+        self, rows: Rows, packed: Packed, taps: tuple[int, ...], tap_dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
         wanted = torch.tensor(packed.draw_rows, dtype=torch.int64) if packed.draw_rows else None
         width = len(taps) * self._info.hidden_size
         tap_rows = torch.empty(len(packed.ids), width, dtype=tap_dtype) if taps else None
@@ -142,11 +175,16 @@ class NativeEngine:
         return torch.cat(columns, dim=1)
 
     def _result(
-        self, placed: Placed, chosen: Chosen, taps: tuple[int, ...], tap_rows: Tensor | None
+        self,
+        placed: Placed,
+        chosen: Chosen,
+        taps: tuple[int, ...],
+        tap_rows: Tensor | None,
+        written: tuple[str, ...],
     ) -> ItemResult:
         item = placed.item
         valid = len(item.ids) - (len(drafts_of(item)) - chosen.accepted)
-        item.table.length = item.start + valid
+        item.table.extend(item.start + valid, written)
         rows = self._item_rows(placed, item.taps, taps, tap_rows)
         return ItemResult(
             tokens=chosen.tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from specwire.environment import prepare
 
@@ -11,6 +12,7 @@ prepare()  # before torch and grpc load
 from specwire.observe import metrics_server, setup_logging
 from specwire.serve import run_service
 from target_svc.app import TargetApp
+from target_svc.drafters import find_drafter
 from target_svc.engines.native import load_native
 from target_svc.settings import TargetSettings
 
@@ -18,7 +20,8 @@ from target_svc.settings import TargetSettings
 async def serve(stop: asyncio.Event) -> None:
     settings = TargetSettings.load()
     setup_logging("target", settings.log_level)
-    app = TargetApp(settings, load_native)
+    drafter = find_drafter(settings)
+    app = TargetApp(settings, partial(load_native, drafter=drafter), drafter)
     metrics = None
     if settings.metrics_port:
         metrics = metrics_server(settings.metrics_port, registry=app.metrics.registry)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from engine.api import Engine
+from engine.api import Drafter, Engine
 from specwire.rpc import new_incarnation
 from specwire.serve import GrpcHost
 from specwire.v1 import common_pb2, target_pb2_grpc
@@ -45,8 +45,14 @@ class Loaded:
 class TargetApp:
     """One target process. `start` returns when it serves; `stop` drains and ends it."""
 
-    def __init__(self, settings: TargetSettings, load: Callable[[TargetSettings], Loaded]) -> None:
-        self.settings, self._load = settings, load
+    def __init__(
+        self,
+        settings: TargetSettings,
+        load: Callable[[TargetSettings], Loaded],
+        drafter: Drafter | None = None,
+    ) -> None:
+        """`load` attaches the `drafter`, whose services stand beside the target's."""
+        self.settings, self._load, self._drafter = settings, load, drafter
         self.metrics = Metrics()
         self.incarnation = new_incarnation()
         self.engine_down = asyncio.Event()
@@ -55,11 +61,14 @@ class TargetApp:
         self._servicer = TargetServicer(self.incarnation, self.metrics)
         self._host = GrpcHost(
             address=settings.address,
-            services=[SERVICE_NAME],
+            services=[SERVICE_NAME, *(drafter.services if drafter is not None else ())],
             link=True,
             reflection=settings.reflection,
         )
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, self._host.server)
+        if drafter is not None:
+            registry, incarnation = self.metrics.registry, self.incarnation
+            drafter.register(self._host.server, incarnation=incarnation, registry=registry)
         self._exporter = FeatureExporter(settings, self.incarnation, self.metrics)
         self._intake: Intake | None = None
         self._loop_task: asyncio.Task[None] | None = None
@@ -82,9 +91,9 @@ class TargetApp:
     def _assemble(self, loaded: Loaded) -> None:
         engine, settings = loaded.engine, self.settings
         self.scheduler = Scheduler(
-            engine, self._thread, settings, self.metrics, self.engine_down.set
+            engine, self._thread, settings, self.metrics, self.engine_down.set, self._drafter
         )
-        limits = Limits.of(engine.info, settings)
+        limits = Limits.of(engine.info, settings, self._drafter)
         self._intake = Intake(
             self.scheduler, self._exporter, limits, settings.row_history_tokens, self.metrics
         )

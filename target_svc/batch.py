@@ -20,7 +20,11 @@ class BatchBuilder:
         shapes: Shapes,
         residency: Residency,
         metrics: Metrics,
+        draft_all: bool = True,
     ) -> None:
+        """`draft_all`: every session's steps write the context of a co-located drafter, not only
+        those of sessions that were opened for it."""
+        self._draft_all = draft_all
         self._engine, self._chunk_tokens, self._metrics = engine, chunk_tokens, metrics
         self._shapes, self._residency = shapes, residency
 
@@ -86,6 +90,7 @@ class BatchBuilder:
             prompt_len=spec.prompt_len,
             logprobs=spec.logprobs,
             prompt_logprobs=spec.prompt_logprobs if session.opening else None,
+            drafted=self._draft_all or spec.draft_tokens > 0,
         )
 
     def _block(self, session: Session, step: Step | None, now: float) -> Item | None:
@@ -114,4 +119,5 @@ class BatchBuilder:
             context=session.ids,
             prompt_len=spec.prompt_len,
             logprobs=spec.logprobs,
+            drafted=self._draft_all or spec.draft_tokens > 0,
         )

@@ -34,9 +34,14 @@ class Limits:
     exact_default: bool
     lease_ms: int
     row_window: int
+    # The co-located drafter and the most tokens of its proposals; "": none.
+    drafter: str = ""
+    drafter_tokens: int = 0
 
     @classmethod
-    def of(cls, info: api.ModelInfo, settings: TargetSettings) -> Limits:
+    def of(
+        cls, info: api.ModelInfo, settings: TargetSettings, drafter: api.Drafter | None = None
+    ) -> Limits:
         return cls(
             vocab_size=info.vocab_size,
             hidden_size=info.hidden_size,
@@ -47,6 +52,8 @@ class Limits:
             exact_default=settings.exactness == "exact",
             lease_ms=settings.lease_ms,
             row_window=settings.row_history_tokens,
+            drafter=drafter.method if drafter is not None else "",
+            drafter_tokens=drafter.max_draft_tokens if drafter is not None else 0,
         )
 
 
@@ -96,7 +103,27 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
         priority=request.priority,
         takes_prefix=not (request.no_prefix_cache or whole),
         publishes=not request.no_prefix_cache,
+        draft_tokens=_colocated(request, limits),
+        then_propose=request.colocated.then_propose,
     )
+
+
+def _colocated(request: target_pb2.OpenTarget, limits: Limits) -> int:
+    """Most tokens that the co-located drafter may propose; 0: the session has none."""
+    if not request.HasField("colocated"):
+        return 0
+    asked = request.colocated
+    if request.HasField("push_to"):
+        accepted = "a drafter in the target's process, or rows that go elsewhere (push_to)"
+        raise SpecwireError.field("colocated", "with push_to", accepted)
+    if not limits.drafter:
+        text = "colocated: no drafter is co-located with this target"
+        raise SpecwireError(Reason.UNSUPPORTED, text)
+    if asked.method not in ("", limits.drafter):
+        raise SpecwireError.field(
+            "colocated.method", asked.method, limits.drafter, Reason.METHOD_UNKNOWN
+        )
+    return min(asked.max_draft_tokens or limits.drafter_tokens, limits.drafter_tokens)
 
 
 def _prompt(request: target_pb2.OpenTarget, limits: Limits) -> tuple[int, ...]:

@@ -120,6 +120,7 @@ class Intake:
                 free_run=spec.free_run,
                 deadline=self._deadline(request.deadline_ms),
                 received=time.perf_counter(),
+                then_propose=spec.then_propose,
             ),
         )
 
@@ -130,10 +131,9 @@ class Intake:
         session = self._find(link, key_of(request.key))
         if session is None or self._repeat(session, request.step_id):
             return
-        if request.then_propose:
-            raise SpecwireError(
-                Reason.UNSUPPORTED, "then_propose: no drafter is co-located with this target"
-            )
+        if request.then_propose and not session.spec.draft_tokens:
+            text = "then_propose: the session was opened without a co-located drafter"
+            raise SpecwireError(Reason.UNSUPPORTED, text)
         if not request.base_len:
             raise SpecwireError.field("base_len", 0, "1 to the committed length")
         draft, cause = usable_draft(
@@ -149,6 +149,7 @@ class Intake:
             free_run=min(request.free_run, _LAST_STEP - request.step_id),
             deadline=self._deadline(request.deadline_ms),
             received=time.perf_counter(),
+            then_propose=request.then_propose,
         )
         self._scheduler.submit(session, step)
 

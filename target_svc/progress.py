@@ -7,7 +7,7 @@ import asyncio
 from engine.api import Item, ItemResult
 from specwire.errors import Reason, SpecwireError
 from specwire.tensors import Rows
-from specwire.v1 import target_pb2
+from specwire.v1 import common_pb2, target_pb2
 from target_svc import results
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
@@ -83,14 +83,20 @@ class Progress:
             self._begin_next(session)
 
     def end_item(
-        self, session: Session, item: Item, result: ItemResult, rows: Rows | None, now: float
+        self,
+        session: Session,
+        item: Item,
+        result: ItemResult,
+        rows: Rows | None,
+        now: float,
+        proposal: common_pb2.Proposal | None = None,
     ) -> None:
         """What the engine made of a session's item: a chunk of its prompt, or its step."""
         step = session.step
         assert step is not None
         results.keep_scores(session, item, result)
         if item.draws:
-            self._end_step(session, step, item, result, rows, now)
+            self._end_step(session, step, item, result, rows, now, proposal)
         else:
             self._shapes.end_chunk(session, item.start)
             results.end_chunk(session, item, rows)
@@ -104,9 +110,10 @@ class Progress:
         result: ItemResult,
         rows: Rows | None,
         now: float,
+        proposal: common_pb2.Proposal | None,
     ) -> None:
         """Commits and answers a step, then begins what is next: a newer item, or the free run."""
-        verdict = results.commit(session, step, result)
+        verdict = results.commit(session, step, result, proposal)
         session.link.send(target_pb2.TargetReply(verdict=verdict))
         results.end_step(session, step.step_id, item, rows)
         kind = "verify" if step.step_id else "open"

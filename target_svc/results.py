@@ -26,8 +26,11 @@ def keep_scores(session: Session, item: Item, result: ItemResult) -> None:
     session.prompt_scores += result.prompt_logprobs[max(0, known) :]
 
 
-def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdict:
-    """Keeps what stop ids and limits allow. The rows follow with `end_step`."""
+def commit(
+    session: Session, step: Step, result: ItemResult, proposal: common_pb2.Proposal | None
+) -> target_pb2.Verdict:
+    """Keeps what stop ids and limits allow. The rows follow with `end_step`; a proposal goes with
+    the verdict that it continues."""
     base, opening = len(session.ids), session.opening
     kept = trim(result.tokens, result.accepted, session.spec.stop_ids, session.remaining)
     session.ids.extend(kept.tokens)
@@ -55,6 +58,10 @@ def commit(session: Session, step: Step, result: ItemResult) -> target_pb2.Verdi
         prompt_logprobs=map(_scored, session.prompt_scores) if opening else (),
         cached_tokens=session.cached if opening else 0,
     )
+    if proposal is not None:
+        proposal.key.CopyFrom(session.verdict.key)
+        proposal.step_id, proposal.base_len = step.step_id, new_len
+        session.verdict.proposal.CopyFrom(proposal)
     session.prompt_scores.clear()
     return session.verdict
 
@@ -87,6 +94,7 @@ def free_step(session: Session, after: Step) -> Step:
         deadline=after.deadline,
         received=time.perf_counter(),
         asked=False,
+        then_propose=after.then_propose,
     )
 
 

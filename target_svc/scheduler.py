@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from engine.api import Engine, Item, ItemResult
+from engine.api import Drafter, Engine, Item, ItemResult
 from specwire.errors import Reason, SpecwireError, internal_error
 from specwire.tensors import Rows
-from specwire.v1 import target_pb2
+from specwire.v1 import common_pb2, target_pb2
 from target_svc.batch import BatchBuilder
 from target_svc.metrics import Metrics
 from target_svc.progress import Progress
+from target_svc.proposing import Wish, propose, wish_of
 from target_svc.residency import Residency
 from target_svc.rows import rows_of
 from target_svc.sessions import OpenSpec, Session, SessionTable, Step
@@ -43,9 +44,11 @@ class Scheduler:
         settings: TargetSettings,
         metrics: Metrics,
         on_engine_down: Callable[[], None],
+        drafter: Drafter | None = None,
     ) -> None:
         self.sessions = SessionTable()
         self._engine, self._thread, self._metrics = engine, thread, metrics
+        self._drafter = drafter
         self._on_engine_down = on_engine_down
         self._wake = asyncio.Event()
         self._failures = 0
@@ -54,7 +57,12 @@ class Scheduler:
         self._residency = Residency(engine, settings, self.sessions, sharing, metrics)
         self._progress = Progress(shapes, self._residency, sharing, self.sessions, metrics)
         self._batches = BatchBuilder(
-            engine, settings.prefill_chunk_tokens, shapes, self._residency, metrics
+            engine,
+            settings.prefill_chunk_tokens,
+            shapes,
+            self._residency,
+            metrics,
+            draft_all=settings.draft_context == "all",
         )
 
     # -- what the intake calls -------------------------------------------------------------------
@@ -161,22 +169,26 @@ class Scheduler:
         self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Session, Item]]
     ) -> None:
         items = [item for _, item in batch]
+        wishes = [wish_of(session) if item.draws else None for session, item in batch]
         before = time.perf_counter()
         try:
-            answers = await loop.run_in_executor(self._thread, _run, self._engine, items)
+            answers, drafting = await loop.run_in_executor(
+                self._thread, _run, self._engine, self._drafter, items, wishes
+            )
         except Exception as error:  # the engine raises for bugs only: the service outlives them
             self._engine_failed([session for session, _ in batch], error)
             return
         self._failures = 0
-        elapsed = time.perf_counter() - before
+        # The way to the thread and back is the step's; the drafter's time stands in its proposals.
+        elapsed = time.perf_counter() - before - drafting
         self._metrics.step(len(items), elapsed)
-        for (session, item), (result, rows) in zip(batch, answers, strict=True):
+        for (session, item), (result, rows, proposal) in zip(batch, answers, strict=True):
             session.running = False
             if session.closed or session.step is None:
                 continue
             session.step.compute_s += elapsed
             session.step.width = result.width
-            self._progress.end_item(session, item, result, rows, loop.time())
+            self._progress.end_item(session, item, result, rows, loop.time(), proposal)
 
     def _engine_failed(self, sessions: list[Session], error: Exception) -> None:
         """The sessions of a failed step end: what their pages hold is unknown."""
@@ -194,6 +206,19 @@ class Scheduler:
             self._on_engine_down()
 
 
-def _run(engine: Engine, items: list[Item]) -> list[tuple[ItemResult, Rows | None]]:
-    """On the engine's thread."""
-    return [(result, rows_of(result)) for result in engine.step(items)]
+Answer = tuple[ItemResult, Rows | None, common_pb2.Proposal | None]
+
+
+def _run(
+    engine: Engine, drafter: Drafter | None, items: list[Item], wishes: list[Wish | None]
+) -> tuple[list[Answer], float]:
+    """On the engine's thread: the step, then the proposals that were asked for with it. Returns
+    the seconds of the latter too."""
+    results = engine.step(items)
+    proposals: list[common_pb2.Proposal | None] = [None] * len(items)
+    began = time.perf_counter()
+    if drafter is not None and any(wish is not None for wish in wishes):
+        proposals = propose(drafter, wishes, results)
+    drafting = time.perf_counter() - began
+    rows = [rows_of(result) for result in results]
+    return list(zip(results, rows, proposals, strict=True)), drafting

@@ -61,6 +61,10 @@ class OpenSpec:
     priority: int = 0
     takes_prefix: bool = True
     publishes: bool = True
+    # Most tokens of a proposal by the co-located drafter, 0 without one; and how many step 0 asks
+    # for.
+    draft_tokens: int = 0
+    then_propose: int = 0
 
 
 @dataclass(slots=True)
@@ -82,6 +86,9 @@ class Step:
     started: float | None = None
     compute_s: float = 0.0
     width: int = 0
+    # Tokens that the co-located drafter proposes behind this step's verdict, or the last one's of
+    # its free run.
+    then_propose: int = 0
 
 
 @dataclass(slots=True, eq=False)

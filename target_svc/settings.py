@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from engine.colocated import DrafterSettings
 from engine.settings import EngineSettings
 from specwire.settings import ServiceSettings
 
@@ -52,9 +53,70 @@ class TargetSettings(EngineSettings, ServiceSettings):
         description="recent rows kept for each session, to send them again; also the cached tokens "
         "run again for rows that a draft lacks, unless its opener names a number",
     )
+    colocate: str = Field(
+        "",
+        description="drafter to run in this process, in the target's own pages: dflash, dspark, or "
+        "one that an installed package registers; empty: none",
+    )
+    draft_checkpoint: str = Field(
+        "default", description="checkpoint of the co-located draft: a directory, or `default`"
+    )
+    draft_attention_backend: str | None = Field(
+        None,
+        description="auto, inherit (the target's), or a backend by name; unset: as the kind of its "
+        "KV group has it",
+    )
+    draft_kv_group: Literal["auto", "same_cache", "pooled"] = Field(
+        "auto",
+        description="same_cache: the KV layout of the target; pooled: the draft's own; both under "
+        "the target's page tables; auto: as the two models' attention allows",
+    )
+    draft_kv_dtype: str = Field(
+        "auto", description="dtype of the draft's KV, its own: auto, bfloat16 or float32"
+    )
+    draft_dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of the draft's weights: auto, bfloat16 or float32"
+    )
+    draft_head_dtype: Literal["auto", "int8", "model"] = Field(
+        "auto",
+        description="vocabulary head of the draft: int8, or the target's own, shared; auto: int8 "
+        "where the CPU has int8 dot products",
+    )
+    draft_cuda_graph_mode: str = Field("auto", description="CUDA graph mode of the draft")
+    draft_max_tokens: int = Field(7, ge=1, le=64, description="most tokens of one proposal")
+    draft_max_length: int | None = Field(
+        None, ge=2, description="length behind which it does not propose; unset: the model's limit"
+    )
+    draft_confidences: bool = Field(
+        False,
+        description="send the draft's own probability of each token; what a confidence head says "
+        "is sent in any case",
+    )
+    draft_context: Literal["all", "own"] = Field(
+        "all",
+        description="whose steps write the draft's context: all sessions', so that every cached "
+        "prefix has it, or those that were opened for it",
+    )
     drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus metrics; 0: off")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what is logged"
     )
+
+    def drafter_settings(self) -> DrafterSettings:
+        """What the co-located drafter is told: values of its own."""
+        return DrafterSettings(
+            checkpoint=self.draft_checkpoint,
+            model=self.model,
+            attention_backend=self.draft_attention_backend,
+            kv_group=self.draft_kv_group,
+            kv_dtype=self.draft_kv_dtype,
+            dtype=self.draft_dtype,
+            head_dtype=self.draft_head_dtype,
+            kernels=self.kernels,
+            cuda_graph_mode=self.draft_cuda_graph_mode,
+            max_draft_tokens=self.draft_max_tokens,
+            max_length=self.draft_max_length,
+            confidences=self.draft_confidences,
+        )

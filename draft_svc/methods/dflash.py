@@ -9,7 +9,7 @@ same noise, same filters, the index of the token being drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,6 +42,15 @@ from engine.sampling import Draw, draw
 
 # Rows that one forward writes at most.
 _FORWARD_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`k` tokens behind the anchor of a block."""
+
+    block: Block
+    sampling: Sampling
+    k: int
 
 
 class DFlashMethod(Method[DFlashContext]):
@@ -188,7 +197,7 @@ class DFlashMethod(Method[DFlashContext]):
                 ready.append((index, request))
         if ready:
             indices, chosen = zip(*ready, strict=True)
-            drafts.update(zip(indices, self._run(chosen), strict=True))
+            drafts.update(zip(indices, self.draft(wanted_of(chosen)), strict=True))
         return [drafts[index] for index in range(len(requests))]
 
     def _why_not(self, context: DFlashContext) -> str:
@@ -206,20 +215,21 @@ class DFlashMethod(Method[DFlashContext]):
             return REASON_PAGES
         return ""
 
-    def _run(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
-        widest = max(request.k for request in requests)
-        logits = self._model.propose_logits(blocks_of(requests), widest)
-        asked = torch.cat([logits[i, : request.k] for i, request in enumerate(requests)])
+    def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        """Proposals of all blocks from one forward; their pages are reserved."""
+        widest = max(own.k for own in wanted)
+        logits = self._model.propose_logits([own.block for own in wanted], widest)
+        asked = torch.cat([logits[i, : own.k] for i, own in enumerate(wanted)])
         draws = [
-            Draw(request.context.sampling, len(request.context.ids) - 1 + slot)
-            for request in requests
-            for slot in range(1, request.k + 1)
+            Draw(own.sampling, own.block.start + slot)
+            for own in wanted
+            for slot in range(1, own.k + 1)
         ]
         tokens, _ = draw(asked, draws, False, ops.gumbel_argmax)
         confidences = probabilities(asked, draws, tokens) if self._confidences else []
         drafts, first = [], 0
-        for request in requests:
-            last = first + request.k
+        for own in wanted:
+            last = first + own.k
             drafts.append(Draft(tuple(tokens[first:last]), tuple(confidences[first:last])))
             first = last
         return drafts
@@ -254,9 +264,12 @@ class DFlashMethod(Method[DFlashContext]):
         return contexts
 
 
-def blocks_of(requests: Sequence[Request[DFlashContext]]) -> list[Block]:
-    contexts = [request.context for request in requests]
-    return [Block(c.table, c.ids[-1], len(c.ids) - 1, c.origin) for c in contexts]
+def wanted_of(requests: Sequence[Request[DFlashContext]]) -> list[Wanted]:
+    return [
+        Wanted(Block(c.table, c.ids[-1], len(c.ids) - 1, c.origin), c.sampling, request.k)
+        for request in requests
+        for c in [request.context]
+    ]
 
 
 def probabilities(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[float]:

@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draft_svc.methods.base import Draft, Request
-from draft_svc.methods.dflash import DFlashMethod, blocks_of, probabilities
-from draft_svc.methods.dflash_context import DFlashContext
+from draft_svc.methods.base import Draft
+from draft_svc.methods.dflash import DFlashMethod, Wanted, probabilities
 from engine.kernels.cpu import ops
 from engine.models.draft_loading import LoadedDraft
 from engine.models.dspark import DSparkModel, Proposals
@@ -51,19 +50,19 @@ class DSparkMethod(DFlashMethod):
         name = f"{loaded.name} ({markov.kind} Markov head, rank {markov.rank})"
         self._info = replace(self._info, name=name)
 
-    def _run(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
+    def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
         drawn: list[list[Draw]] = []
 
         def draw_slot(slot: int, logits: Tensor) -> Tensor:
-            drawn.append([Draw(r.context.sampling, len(r.context.ids) + slot) for r in requests])
+            drawn.append([Draw(own.sampling, own.block.start + 1 + slot) for own in wanted])
             return torch.tensor(draw(logits, drawn[-1], False, ops.gumbel_argmax)[0])
 
-        widest = max(request.k for request in requests)
-        found = self._dspark.propose(blocks_of(requests), draw_slot, widest)
+        widest = max(own.k for own in wanted)
+        found = self._dspark.propose([own.block for own in wanted], draw_slot, widest)
         tokens, confidences = found.tokens.tolist(), self._sure(found, drawn)
         return [
-            Draft(tuple(ids[: request.k]), tuple(sure[: request.k]))
-            for request, ids, sure in zip(requests, tokens, confidences, strict=True)
+            Draft(tuple(ids[: own.k]), tuple(sure[: own.k]))
+            for own, ids, sure in zip(wanted, tokens, confidences, strict=True)
         ]
 
     def _sure(self, found: Proposals, drawn: Sequence[Sequence[Draw]]) -> list[list[float]]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.attention.mode import LayerMode as LayerMode
 from engine.kv.cache import PagedCache
-from engine.kv.pool import PageTable
+from engine.kv.pool import PageTable, TableView
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Span:
     Keys [0, start+row_count) of `table` must be written when the layer runs.
     """
 
-    table: PageTable
+    table: PageTable | TableView
     start: int
     first_row: int
     row_count: int

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +16,8 @@ from engine.attention.capabilities import Kind
 from engine.attention.cpu_attn import CpuAttention
 from engine.attention.devices import DeviceProfile
 from engine.attention.mode import LayerMode
-from engine.attention.request import AttentionShape, Latent, Request
+from engine.attention.outcome import kv_group
+from engine.attention.request import AttentionShape, KVGroup, Latent, Request
 from engine.attention.resolution import Resolution
 from engine.attention.resolve import resolve
 from engine.attention.torch_sdpa import TorchMla, TorchSdpa
@@ -88,11 +89,15 @@ def resolve_attention(
     method: str = "",
     query_tokens: int = 1,
     device: torch.device | str = "cpu",
+    target: Resolution | None = None,
+    group: KVGroup | None = None,
 ) -> Resolution:
     """Resolves before any weight is read. Raises AttentionRefused with every candidate's reasons.
 
-    Activations are fp32 on the CPU and bf16 on a GPU, so that is what `kv_dtype` auto becomes.
-    `native` matters on the CPU only. With `latent` attention `head_dim` is what is cached.
+    `target` is that of the target whose page tables a draft shares; `group` None takes the kind of
+    KV group that the two models' attention allows. Activations are fp32 on the CPU and bf16 on a
+    GPU, so that is what `kv_dtype` auto becomes. `native` matters on the CPU only. With `latent`
+    attention `head_dim` is what is cached.
     """
     where = torch.device(device)
     on_gpu = where.type == "cuda"
@@ -117,7 +122,11 @@ def resolve_attention(
         graph_mode=options.cuda_graph_mode,
         engine="native",
     )
-    return resolve(request, cuda_device(where.index) if on_gpu else cpu_device(native))
+    if target is not None:
+        kind = group or kv_group(request, target.request, colocated=True)
+        # Pages are the target's, so is their size.
+        request = replace(request, kv_group=kind, page_tokens=target.geometry.page_tokens)
+    return resolve(request, cuda_device(where.index) if on_gpu else cpu_device(native), target)
 
 
 def make_backend(resolution: Resolution, cache: PagedCache, bucket: int = 0) -> AttentionBackend:

@@ -7,7 +7,7 @@ before the next step writes anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from engine.errors import OutOfPages
@@ -28,14 +28,17 @@ class PageTable:
     """The pages of one session, in order. `length` is how many positions hold valid KV.
 
     `names` are those of its leading full pages, as far as they were looked up or published.
+    `covered` says of each KV group beside the target's from which position up to `length` it is
+    written; a group that is not in it is written nowhere that counts.
     """
 
-    __slots__ = ("_pool", "length", "names", "pages")
+    __slots__ = ("_pool", "covered", "length", "names", "pages")
 
     def __init__(self, pool: PagePool, pages: list[int]) -> None:
         self._pool = pool
         self.pages = pages
         self.names: list[bytes] = []
+        self.covered: dict[str, int] = {}
         self.length = 0
 
     @property
@@ -55,10 +58,17 @@ class PageTable:
         assert length <= self.length, f"cannot truncate {self.length} to {length}"
         self.length = length
         del self.names[length // self._pool.page_tokens :]
+        self.covered = {group: at for group, at in self.covered.items() if at < length}
 
-    def trim(self) -> None:
-        """Gives back the pages behind `length`."""
-        kept = self._pool.pages_for(self.length)
+    def extend(self, length: int, groups: Collection[str]) -> None:
+        """Positions up to `length` are written now, in the target's group and in `groups`."""
+        begun = self.length
+        self.length = length
+        self.covered = {group: self.covered.get(group, begun) for group in groups}
+
+    def trim(self, pages: int = 0) -> None:
+        """Gives back the pages behind `length`, but keeps the first `pages`."""
+        kept = max(pages, self._pool.pages_for(self.length))
         self._pool.drop(self.pages[kept:])
         del self.pages[kept:]
 
@@ -74,6 +84,7 @@ class PageTable:
         self._pool.hold(self.pages)
         self.names = list(prefix.names[: length // self._pool.page_tokens])
         self.length = length
+        self.covered = _covered(prefix.groups[: len(self.pages)], self._pool.page_tokens)
 
     def lacking(self, prefix: Prefix, shared: int, length: int) -> int:
         """Free pages that adopting `shared` positions and a `reserve(length)` would take."""
@@ -82,7 +93,13 @@ class PageTable:
 
     def shared(self) -> Prefix:
         """What another table may adopt."""
-        return Prefix(tuple(self.pages), tuple(self.names))
+        groups = tuple(self._groups(page) for page in range(len(self.pages)))
+        return Prefix(tuple(self.pages), tuple(self.names), groups)
+
+    def _groups(self, page: int) -> frozenset[str]:
+        """Those that are written in all of a page, as far as the table reaches."""
+        first = page * self._pool.page_tokens
+        return frozenset(group for group, at in self.covered.items() if at <= first)
 
     def publish(self, root: bytes, ids: Sequence[int], end: int) -> None:
         """Lets others find the full pages before `end`; from now on they are read-only.
@@ -95,7 +112,7 @@ class PageTable:
             parent = self.names[-1] if self.names else root
             name = block_name(parent, ids[page * size : (page + 1) * size])
             self.names.append(name)
-            self._pool.index.add(name, self.pages[page])
+            self._pool.index.add(name, self.pages[page], self._groups(page))
 
     def slot(self, position: int) -> int:
         """Index of `position` in the flat cache."""
@@ -105,6 +122,39 @@ class PageTable:
     def free(self) -> None:
         """Gives every page back. Doing it twice is harmless."""
         self._pool.release(self)
+
+
+class TableView:
+    """A table from page `first` on: its positions count from there. For a context in the table's
+    pages that begins late."""
+
+    __slots__ = ("_first", "_offset", "_table")
+
+    def __init__(self, table: PageTable, first: int, page_tokens: int) -> None:
+        self._table, self._first, self._offset = table, first, first * page_tokens
+
+    @property
+    def pages(self) -> list[int]:
+        return self._table.pages[self._first :]
+
+    @property
+    def length(self) -> int:
+        return self._table.length - self._offset
+
+    def reserve(self, length: int) -> None:
+        """As `PageTable.reserve`."""
+        self._table.reserve(self._offset + length)
+
+    def slot(self, position: int) -> int:
+        return self._table.slot(self._offset + position)
+
+
+def _covered(groups: Sequence[frozenset[str]], page_tokens: int) -> dict[str, int]:
+    """From where on each group is written, in pages with these `groups`."""
+    covered: dict[str, int] = {}
+    for page, written in enumerate(groups):
+        covered = {group: covered.get(group, page * page_tokens) for group in written}
+    return covered
 
 
 class PagePool:
@@ -135,7 +185,7 @@ class PagePool:
         if table in self._tables:
             self._tables.remove(table)
             self.drop(table.pages)
-            table.pages, table.names, table.length = [], [], 0
+            table.pages, table.names, table.length, table.covered = [], [], 0, {}
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) of the pages to copy, one after the other in this order, before anything is
@@ -211,6 +261,7 @@ class PagePool:
             length, capacity = table.length, table.capacity
             assert length <= capacity, f"length {length} beyond capacity {capacity}"
             assert len(table.names) * self.page_tokens <= length, "a name without its tokens"
+            assert all(at < length for at in table.covered.values()), "a group beyond the length"
             for place, page in enumerate(table.pages):
                 holders[page] += 1
                 places.setdefault(page, set()).add(place)

@@ -35,11 +35,13 @@ def block_name(parent: bytes, ids: Sequence[int]) -> bytes:
 class Prefix:
     """Pages that hold the beginning of a sequence, in order, and the names of the leading ones.
 
-    The last page may be full in part only, and pages of a fork may have no name.
+    The last page may be full in part only, and pages of a fork may have no name. `groups` says of
+    each page which KV groups beside the target's are written in it, wherever the page is.
     """
 
     pages: tuple[int, ...] = ()
     names: tuple[bytes, ...] = ()
+    groups: tuple[frozenset[str], ...] = ()
 
 
 class PrefixIndex:
@@ -49,6 +51,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._page_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self._groups: dict[int, frozenset[str]] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, page: int) -> bool:
@@ -57,13 +60,16 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._name_of)
 
-    def add(self, name: bytes, page: int) -> None:
-        """Publishes a page, unless its content is published already."""
+    def add(self, name: bytes, page: int, groups: frozenset[str] = frozenset()) -> None:
+        """Publishes a page, unless its content is published already. `groups` are those written in
+        it beside the target's."""
         if name not in self._page_of and page not in self._name_of:
             self._page_of[name], self._name_of[page] = page, name
+            self._groups[page] = groups
 
     def remove(self, page: int) -> None:
         del self._page_of[self._name_of.pop(page)]
+        del self._groups[page]
         self.idle.pop(page, None)
 
     def evict(self) -> int:
@@ -84,11 +90,12 @@ class PrefixIndex:
                 break
             pages.append(page)
             names.append(name)
-        return Prefix(tuple(pages), tuple(names))
+        return Prefix(tuple(pages), tuple(names), tuple(self._groups[page] for page in pages))
 
     def name_of(self, page: int) -> bytes | None:
         return self._name_of.get(page)
 
     def check_integrity(self) -> None:
         assert {n: p for p, n in self._name_of.items()} == self._page_of, "the cache maps disagree"
+        assert self._groups.keys() == self._name_of.keys(), "a page's groups are lost"
         assert all(page in self._name_of for page in self.idle), "an idle page has no name"

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Span
+from engine.attention.request import KVGroup
 from engine.attention.resolution import Resolution
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.device import use_native
-from engine.kv.pool import PagePool, PageTable
+from engine.kv.cache import CacheGeometry, PagedCache
+from engine.kv.groups import PagedGroups
+from engine.kv.pool import PagePool, PageTable, TableView
 from engine.linear import Linear
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_attention import draft_attention
@@ -54,7 +57,7 @@ class Block:
     Position p lives at index p - origin of `table`, so that a context may begin late.
     """
 
-    table: PageTable
+    table: PageTable | TableView
     anchor: int
     start: int
     origin: int = 0
@@ -90,9 +93,15 @@ class _Layer:
 
 
 def choose_attention(
-    config: DFlashConfig, options: DFlashOptions, method: str = "dflash"
+    config: DFlashConfig,
+    options: DFlashOptions,
+    method: str = "dflash",
+    target: Resolution | None = None,
+    group: KVGroup | None = None,
 ) -> Resolution:
-    """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused."""
+    """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused. `target`
+    and `group`: of a draft in its target's pages, see `resolve_attention`.
+    """
     return resolve_attention(
         AttentionOptions(
             options.attention_backend,
@@ -109,6 +118,8 @@ def choose_attention(
         role="draft",
         method=method,
         query_tokens=config.block_size,
+        target=target,
+        group=group,
     )
 
 
@@ -116,8 +127,22 @@ def kernels_of(options: DFlashOptions) -> Kernels:
     return NATIVE if use_native(options.kernels) else TORCH
 
 
+@dataclass(frozen=True, slots=True)
+class ContextMemory:
+    """Where the context K/V lives: `cache` is one of the groups under the tables of `pages`."""
+
+    pages: PagedGroups
+    cache: PagedCache
+
+    @classmethod
+    def own(cls, geometry: CacheGeometry, page_count: int) -> ContextMemory:
+        """Pages of the draft alone."""
+        pool, cache = PagePool(page_count, geometry.page_tokens), build_cache(geometry, page_count)
+        return cls(PagedGroups(pool, {"draft": cache}), cache)
+
+
 class DFlashModel:
-    """A loaded draft with its own pages. One thread calls it."""
+    """A loaded draft, in pages of its own or of its target. One thread calls it."""
 
     def __init__(
         self,
@@ -126,12 +151,14 @@ class DFlashModel:
         tables: DraftTables,
         options: DFlashOptions,
         attention: Resolution,
+        memory: ContextMemory | None = None,
     ) -> None:
+        """Without `memory` the draft gets pages of its own."""
         self.config, self.first_slot = config, config.first_slot
         self.kernels = kernels_of(options)
-        self.pool = PagePool(options.page_count, options.page_tokens)
         geometry = cache_geometry(config, attention.geometry)
-        self.cache = build_cache(geometry, options.page_count)
+        memory = memory or ContextMemory.own(geometry, options.page_count)
+        self._pages, self.pool, self.cache = memory.pages, memory.pages.pool, memory.cache
         self._backend, self.attention = make_backend(attention, self.cache), attention.report()
         self._embedding, self._head = tables.embedding, tables.head
         self._mask_vector, self.vocabulary = tables.mask_vector, tables.vocabulary
@@ -182,13 +209,13 @@ class DFlashModel:
             write.table.truncate(first)
             write.table.reserve(first + count)
             positions.append(torch.arange(write.start, write.start + count))
-        self._copy_pages()
+        self._pages.copy_pages()
         slots = [
             write.table.slot(position - write.origin)
             for write, written in zip(writes, positions, strict=True)
             for position in written.tolist()
         ]
-        self._write_rows(
+        self.write_rows(
             torch.cat([write.rows.float() for write in writes]),
             torch.cat(positions),
             torch.tensor(slots, dtype=torch.int64),
@@ -196,12 +223,10 @@ class DFlashModel:
         for write in writes:
             write.table.length = write.start - write.origin + write.rows.shape[0]
 
-    def _copy_pages(self) -> None:
-        """Makes shared pages writable where a table is about to write; before every write."""
-        for source, to in self.pool.take_copies():
-            self.cache.copy_page(source, to)
-
-    def _write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+    @torch.inference_mode()
+    def write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Stores K/V made of `rows` fp32 [n, row_width] at `positions` and flat `slots`, int64 [n];
+        who calls it owns the tables."""
         c = self.config
         x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, c.rms_eps)
         self._layer_attention.write_context(x, positions, slots)
@@ -233,7 +258,7 @@ class DFlashModel:
             )
             assert block.table.length == block.start - block.origin, "context must reach the anchor"
             block.table.reserve(block.start - block.origin + b)
-        self._copy_pages()
+        self._pages.copy_pages()
         states = self._forward(blocks).view(len(blocks), b, -1)
         return states[:, self.first_slot : self.first_slot + count]
 

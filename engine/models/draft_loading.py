@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.attention.resolution import Resolution
 from engine.default_model import resolve_model
 from engine.errors import CheckpointError
 from engine.linear import Int8Linear, Linear
 from engine.models.config import from_hf
 from engine.models.dflash import (
+    ContextMemory,
     DFlashModel,
     DFlashOptions,
     DraftTables,
@@ -65,6 +67,7 @@ class DraftTarget:
         self.model = from_hf(raw)
         self.described = Target(self.model, raw.get("architectures") or ())
         self._heads: dict[tuple[Any, ...], Linear] = {}
+        self._shared: Linear | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -79,8 +82,17 @@ class DraftTarget:
         """[vocabulary, hidden]."""
         return self._take("model.embed_tokens.weight")
 
+    def share(self, embedding: Tensor, head: Linear) -> None:
+        """Takes those of a target in this process: the drafts read no copies. A draft that wants
+        its head in other kernels packs one of its own."""
+        self.__dict__["embedding"] = embedding
+        self._shared = head
+
     def head(self, vocabulary: DraftVocabulary, options: DFlashOptions) -> Linear:
         """The packed head, or the first rows of it."""
+        whole = vocabulary.order is None and vocabulary.rows == self.model.vocab_size
+        if self._shared is not None and whole and not options.int8_head:
+            return self._shared
         key = (vocabulary.rows, options.int8_head, kernels_of(options).mode)
         if key not in self._heads:
             weight = self.embedding if self.model.tied_head else self._take("lm_head.weight")
@@ -112,10 +124,24 @@ def load_draft(
     CheckpointError, and AttentionRefused before any weight is read."""
     config = parse_draft(read_json(checkpoint / "config.json"), target.described, method)
     attention = choose_attention(config, options, method)
+    return build_draft(checkpoint, config, target, options, attention, method)
+
+
+def build_draft(
+    checkpoint: Path,
+    config: DFlashConfig,
+    target: DraftTarget,
+    options: DFlashOptions,
+    attention: Resolution,
+    method: str,
+    memory: ContextMemory | None = None,
+) -> LoadedDraft:
+    """Reads the weights of a draft whose config was parsed and whose attention is resolved;
+    `memory` as in `DFlashModel`."""
     draft = _open(checkpoint, config, options)
     tables = _tables(checkpoint, config, draft, target, options)
     kind = DSparkModel if method == "dspark" else DFlashModel
-    model = kind(config, draft, tables, options, attention)
+    model = kind(config, draft, tables, options, attention, memory)
     draft.finish()
     return LoadedDraft(model, checkpoint.name, fingerprint(checkpoint), target.fingerprint)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.resolution import Resolution
-from engine.models.dflash import Block, DFlashModel, DFlashOptions, DraftTables
+from engine.models.dflash import Block, ContextMemory, DFlashModel, DFlashOptions, DraftTables
 from engine.models.dflash_config import DFlashConfig
 from engine.models.markov import MarkovHead
 from engine.weights import Weights
@@ -45,8 +45,9 @@ class DSparkModel(DFlashModel):
         tables: DraftTables,
         options: DFlashOptions,
         attention: Resolution,
+        memory: ContextMemory | None = None,
     ) -> None:
-        super().__init__(config, draft, tables, options, attention)
+        super().__init__(config, draft, tables, options, attention, memory)
         self._markov = MarkovHead(config, draft, tables.vocabulary, self.kernels)
         self._confidence: tuple[Tensor, Tensor] | None = None
         if config.confidence is not None:

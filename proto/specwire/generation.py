@@ -90,6 +90,10 @@ class Acceptance:
     total_ms: float = 0.0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     target_moves: int = 0
+    # Where the drafter was, at last: "separate", "colocated", or nowhere.
+    placement: str = ""
+    # Per verify step: from the verdict before to its own, less what target and draft computed.
+    per_step_outside_us: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

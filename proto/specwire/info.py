@@ -47,6 +47,8 @@ class WorkerState:
     waiting: int
     pages_free: int
     pages_total: int
+    # Of a draft: "separate", or "colocated" in the process of the target at the same address.
+    placement: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +118,5 @@ def _worker(worker: generate_pb2.GenerationServiceGetInfoResponse.Worker) -> Wor
         waiting=worker.waiting,
         pages_free=worker.pages_free,
         pages_total=worker.pages_total,
+        placement=worker.placement,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from engine.api import Drafter
 from engine.default_model import tokenizer_document
 from engine.errors import BackendUnavailable, CheckpointError, EngineError
 from engine.loading import load_engine
@@ -15,10 +16,11 @@ from target_svc.settings import TargetSettings
 log = logging.getLogger(__name__)
 
 
-def load_native(settings: TargetSettings) -> Loaded:
-    """Loads the weights and measures steps, so that the first request finds everything warm."""
+def load_native(settings: TargetSettings, drafter: Drafter | None = None) -> Loaded:
+    """Loads the weights and measures steps, so that the first request finds everything warm. A
+    `drafter` is loaded with it, and its part of a step is measured too."""
     try:
-        engine = load_engine(settings.engine_config(settings.model))
+        engine = load_engine(settings.engine_config(settings.model), drafter)
         log.info("measuring steps")
         costs = tuple(measure(engine, settings.exactness == "exact"))
         return Loaded(engine, tokenizer_document(settings.model), costs=costs)

@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, models
 from specwire.client import Client
 from tests.deploy.compose_file import FILE, ROOT, LocalServices, load, of_profile
 from tests.deploy.json_schema import Validator
+from tests.engine.test_dflash import write_draft
 from tests.engine.tiny import VOCAB, write_llama
 
-PROFILES = ("cpu", "gpu")
+PROFILES = ("cpu", "gpu", "cpu-colocated", "gpu-colocated")
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +62,13 @@ def test_the_schema_check_sees_mistakes(schema: Validator, path: str, value: obj
 @pytest.mark.parametrize("profile", PROFILES)
 def test_each_profile_is_a_whole_deployment(profile: str) -> None:
     services = of_profile(load(), profile)
-    assert sorted(s["command"][2] for s in services.values()) == [
-        "coordinator",
-        "draft_svc",
-        "target_svc",
-    ]
+    variant, _, colocated = profile.partition("-")
+    draft = [] if colocated else ["draft_svc"]
+    rooms = sorted(s["command"][2] for s in services.values())
+    assert rooms == ["coordinator", *draft, "target_svc"]
     for name, service in services.items():
-        assert service["image"].endswith(f":{profile}"), name
-        assert service["build"]["args"]["VARIANT"] == profile
+        assert service["image"].endswith(f":{variant}"), name
+        assert service["build"]["args"]["VARIANT"] == variant
         assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), "not root"
         assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["init"]
         assert "privileged" not in service and "/var/run/docker.sock" not in str(service)
@@ -78,13 +78,33 @@ def test_each_profile_is_a_whole_deployment(profile: str) -> None:
             key for key in service["environment"] if re.search("TOKEN|SECRET|KEY|PASS", key)
         ]
         devices = service["deploy"]["resources"].get("reservations", {}).get("devices", [])
-        wants_gpu = profile == "gpu" and service["command"][2] != "coordinator"
+        wants_gpu = variant == "gpu" and service["command"][2] != "coordinator"
         assert [d["capabilities"] for d in devices] == ([["gpu"]] if wants_gpu else [])
         # Only the coordinator can be reached from outside, and only from this machine.
         published = service.get("ports", [])
         assert published == (["127.0.0.1:7000:7000"] if "coordinator" in name else [])
         assert (set(service["networks"]) - {"links"} == {"public"}) == bool(published)
     assert load()["networks"]["links"]["internal"]
+
+
+@pytest.mark.parametrize("variant", ["cpu", "gpu"])
+def test_the_draft_has_one_place(variant: str) -> None:
+    """Pushing rows and the draft's address belong to the draft service; the same draft is the
+    target's own where there is none. Everything else of the target stays as it is."""
+    separate, colocated = (
+        {s["command"][2]: s for s in of_profile(load(), profile).values()}
+        for profile in (variant, f"{variant}-colocated")
+    )
+    apart, inside = (dict(found["target_svc"]["environment"]) for found in (separate, colocated))
+    assert apart.pop("SPECWIRE_TARGET_PUSH_ALLOW") == "draft:7002"
+    draft = separate["draft_svc"]["environment"]["SPECWIRE_DRAFT_DRAFT"]
+    assert inside.pop("SPECWIRE_TARGET_DRAFT_CHECKPOINT") == draft
+    assert inside.pop("SPECWIRE_TARGET_COLOCATE") == "dflash"
+    assert apart == inside
+    commands = [found["coordinator"]["command"] for found in (separate, colocated)]
+    assert [word for word in commands[0] if word not in commands[1]] == ["--draft=draft:7002"]
+    reserved = [found["target_svc"]["deploy"] for found in (separate, colocated)]
+    assert reserved[0] == reserved[1]
 
 
 def test_variables_of_compose_alone_cannot_be_mistaken_for_settings() -> None:
@@ -119,16 +139,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(folder / "tiny")
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.save(str(folder / "tiny" / "tokenizer.json"))
+    write_draft(folder / "draft")
     return folder
 
 
-@pytest.fixture
-def running(tiny: Path, tmp_path: Path) -> Iterator[LocalServices]:
-    variables = {"SPECWIRE_MODEL": "/models/tiny", "SPECWIRE_DRAFT_METHODS": "ngram"}
-    services = of_profile(load(variables), "cpu")
+@pytest.fixture(params=["cpu", "cpu-colocated"])
+def running(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LocalServices]:
+    variables = {
+        "SPECWIRE_MODEL": "/models/tiny",
+        "SPECWIRE_DRAFT": "/models/draft",
+        "SPECWIRE_DRAFT_METHODS": "dflash",
+    }
+    services = of_profile(load(variables), request.param)
     local = LocalServices(services, {"/models": tiny, "/var/cache/specwire": tmp_path})
     try:
-        local.start("coordinator")
+        local.start("coordinator" if request.param == "cpu" else "coordinator-colocated")
         yield local
     finally:
         local.stop()
@@ -136,7 +161,10 @@ def running(tiny: Path, tmp_path: Path) -> Iterator[LocalServices]:
 
 def test_the_commands_of_the_file_serve(running: LocalServices) -> None:
     """Commands, environment, health checks and order are the file's own."""
-    assert list(running.processes) == ["target", "draft", "coordinator"]
+    names = list(running.processes)
+    colocated = len(names) == 2
+    places = ["target-colocated"] if colocated else ["target", "draft"]
+    assert names == [*places, names[-1]] and names[-1].startswith("coordinator")
     address = running.here("127.0.0.1:7000")
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     with Client(address) as client:
@@ -151,11 +179,13 @@ def test_the_commands_of_the_file_serve(running: LocalServices) -> None:
                 return_token_ids=True,
                 method=method,
             )
-            for method in ("plain", "ngram")
+            for method in ("plain", "dflash")
         ]
     assert results[0].token_ids == results[1].token_ids and len(results[0].token_ids) == 400
-    assert results[1].acceptance.method == "ngram" and results[1].acceptance.draft_tokens > 0
+    record = results[1].acceptance
+    assert record.method == "dflash" and record.draft_tokens > 0
+    assert record.placement == ("colocated" if colocated else "separate")
     statuses = running.stop()
-    assert statuses == {"coordinator": 0, "draft": 0, "target": 0}
-    assert next(iter(statuses)) == "coordinator"
-    assert not running.healthy("coordinator")
+    assert statuses == dict.fromkeys(names, 0)
+    assert next(iter(statuses)) == names[-1]
+    assert not running.healthy(names[-1])

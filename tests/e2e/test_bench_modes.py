@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from coordinator.bench import BenchOptions, compare, parse_modes
+from coordinator.bench import compare
+from coordinator.bench_modes import parse_modes
 from coordinator.bench_prompts import load_prompts
+from coordinator.bench_run import BenchOptions
 from coordinator.local import LocalDeployment, LocalOptions, parse_extra
 from tests.engine.tiny import VOCAB, write_llama
 
@@ -59,7 +61,7 @@ async def test_every_drafter_over_the_turns_of_a_chat(
     file = turns(tmp_path / "turns.jsonl", 3)
     options = BenchOptions(max_tokens=24, temperature=temperature, seed=3)
     modes = parse_modes(MODES, "exact")
-    report, _ = await compare(pair.address, file, load_prompts(file), modes, options)
+    report = await compare(pair.address, file, load_prompts(file), modes, options)
     environment: Any = report["environment"]
     assert environment["num_speculative_tokens"] == "adaptive"
     assert environment["default_method"] == "draft_model"

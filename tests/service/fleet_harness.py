@@ -18,15 +18,21 @@ from specwire.generation import Generation
 from target_svc.app import Loaded, TargetApp
 from target_svc.sessions import Session
 from target_svc.settings import TargetSettings
+from tests.service.colocated_toy import ColocatedToy
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, document
+from tests.service.toy_drafter import ToyDrafter
 from tests.service.toy_engine import ToyEngine
 
 
 class ToyTarget:
-    """One target process, as far as the coordinator can tell. `info` changes what it says it is."""
+    """One target process, as far as the coordinator can tell. `info` changes what it says it is;
+    a `drafter` is in the same process."""
 
-    def __init__(self, address: str, engine: dict[str, Any], **info: Any) -> None:
+    def __init__(
+        self, address: str, engine: dict[str, Any], drafter: ToyDrafter | None = None, **info: Any
+    ) -> None:
         self.address, self._engine_options, self._info = address, engine, info
+        self.drafter = drafter
         self.app: TargetApp | None = None
         # Sessions that were opened since the last start.
         self.opened = 0
@@ -35,7 +41,9 @@ class ToyTarget:
         self.engine = ToyEngine(**self._engine_options)
         self.engine.info = replace(self.engine.info, **self._info)
         settings = TargetSettings(address=self.address, drain_ms=drain_ms, reflection=False)
-        self.app = TargetApp(settings, lambda _: Loaded(self.engine, document()))
+        if self.drafter is not None:
+            self.drafter.engine = self.engine
+        self.app = TargetApp(settings, lambda _: Loaded(self.engine, document()), self.drafter)
         await self.app.start()
         scheduler, self.opened = self.app.scheduler, 0
         assert scheduler is not None
@@ -64,7 +72,9 @@ class ToyTarget:
 
 
 class FleetWorld:
-    def __init__(self, targets: list[ToyTarget], drafts: list[ScriptedDraft]) -> None:
+    def __init__(
+        self, targets: list[ToyTarget | ColocatedToy], drafts: list[ScriptedDraft]
+    ) -> None:
         self.targets, self.drafts = targets, drafts
         self.host: CoordinatorHost
         self.client: AsyncClient
@@ -88,12 +98,12 @@ class FleetWorld:
         await until(lambda: any(s.emitted >= 10 for s in self.host.servicer.sessions.values()))
         return task
 
-    def at(self) -> ToyTarget:
+    def at(self) -> ToyTarget | ColocatedToy:
         """The target of the only running session."""
         (session,) = self.host.servicer.sessions.values()
         return next(t for t in self.targets if t.address == session.target.address)
 
-    def other(self, target: ToyTarget) -> ToyTarget:
+    def other(self, target: ToyTarget | ColocatedToy) -> ToyTarget | ColocatedToy:
         return next(t for t in self.targets if t is not target)
 
 
@@ -107,16 +117,22 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 async def fleet_world(
     drafts: Sequence[ScriptedDraft] = (),
     engine: dict[str, Any] | None = None,
-    infos: Sequence[dict[str, Any]] = ({}, {}),
+    infos: Sequence[dict[str, Any] | ColocatedToy] = ({}, {}),
     *,
     start: bool = True,
     **settings: Any,
 ) -> AsyncIterator[FleetWorld]:
-    """One target per entry of `infos`; `start=False` leaves every worker absent."""
+    """One target per entry of `infos`, or the co-located one that stands there; `start=False`
+    leaves every worker absent."""
     with tempfile.TemporaryDirectory() as folder:
-        targets = [
-            ToyTarget(f"unix:{folder}/t{i}", engine or {}, **info) for i, info in enumerate(infos)
-        ]
+        targets: list[ToyTarget | ColocatedToy] = []
+        for i, info in enumerate(infos):
+            address = f"unix:{folder}/t{i}"
+            if isinstance(info, ColocatedToy):
+                info.address = address
+                targets.append(info)
+            else:
+                targets.append(ToyTarget(address, engine or {}, **info))
         addresses = [f"unix:{folder}/d{i}" for i in range(len(drafts))]
         for draft, address in zip(drafts, addresses, strict=True):
             draft.address = address
@@ -143,3 +159,5 @@ async def fleet_world(
                 await draft.stop()
             for target in targets:
                 await target.stop()
+        for target in targets:
+            assert not (isinstance(target, ColocatedToy) and target.broken), target.broken

@@ -50,7 +50,7 @@ async def run(fleet: Fleet, number: int, k: int | None) -> tuple[Session, list[i
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Path]:
-    """A target and a draft in another process, at sockets in the folder given."""
+    """Targets and a draft in another process, at sockets in the folder given."""
     command = [sys.executable, "-m", "tests.service.toy_workers", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -60,12 +60,16 @@ def workers(tmp_path: Path) -> Iterator[Path]:
         process.communicate(timeout=30)
 
 
+@pytest.mark.parametrize("place", ["separate", "colocated"])
 @pytest.mark.parametrize("k", [K, None], ids=["fixed", "adaptive"])
-async def test_a_round_of_64_sessions_costs_milliseconds(workers: Path, k: int | None) -> None:
+async def test_a_round_of_64_sessions_costs_milliseconds(
+    workers: Path, k: int | None, place: str
+) -> None:
+    inside = place == "colocated"
     settings = CoordinatorSettings(
         address=f"unix:{workers}/c",
-        target=(f"unix:{workers}/t",),
-        draft=(f"unix:{workers}/d",),
+        target=(f"unix:{workers}/{'tc' if inside else 't'}",),
+        draft=() if inside else (f"unix:{workers}/d",),
         proposal_wait_min_ms=10_000,
     )
     fleet = Fleet(settings, TokenizerCache(workers))
@@ -77,12 +81,13 @@ async def test_a_round_of_64_sessions_costs_milliseconds(workers: Path, k: int |
         before = time.thread_time()
         found = await asyncio.gather(*(run(fleet, number, k) for number in range(1, SESSIONS + 1)))
         spent_ms = (time.thread_time() - before) * 1000
-        for number, (_, ids) in enumerate(found, start=1):
+        for number, (session, ids) in enumerate(found, start=1):
             assert ids == continuation([number, number + 1], TOKENS)
+            assert session.record.placement == place
         rounds = sum(len(session.record.drafted) for session, _ in found) / SESSIONS
         # The draft is perfect: K rises where it is chosen.
         assert rounds <= TOKENS / (K + 1) + 2
-        print(f"{spent_ms / rounds:.2f} ms a round of {SESSIONS} sessions")
+        print(f"{spent_ms / rounds:.2f} ms a round of {SESSIONS} sessions, {place}")
         # Half as many rounds, with twice the text each, where K is chosen.
         assert spent_ms / rounds < (LIMIT_MS if k else 2 * LIMIT_MS)
     finally:

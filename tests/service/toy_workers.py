@@ -1,6 +1,7 @@
 """A toy target and a perfect draft as a process of their own: `python -m ... FOLDER`.
 
-Says "up" on stdout when both serve at FOLDER/t and FOLDER/d, and ends when its stdin does.
+Says "up" on stdout when both serve at FOLDER/t and FOLDER/d, and a target with such a draft inside
+at FOLDER/tc; ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 
 from target_svc.app import Loaded, TargetApp
 from target_svc.settings import TargetSettings
+from tests.service.colocated_toy import ColocatedToy
 from tests.service.coordinator_harness import ScriptedDraft, document
 from tests.service.toy_engine import ToyEngine
 
@@ -21,8 +23,12 @@ async def serve(folder: str) -> None:
     await app.start()
     draft = ScriptedDraft()
     await draft.start(f"unix:{folder}/d")
+    colocated = ColocatedToy()
+    colocated.address = f"unix:{folder}/tc"
+    await colocated.start()
     print("up", flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    await colocated.stop()
     await draft.stop()
     await app.stop()
 

@@ -6,22 +6,25 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from coordinator import bench_report
-from coordinator.bench import BenchOptions, Mode, parse_modes, rotated, run_modes
+from coordinator.bench_modes import Mode, pairs, parse_modes, placed, rotated
 from coordinator.bench_prompts import Prompt, load_prompts, parse_line
+from coordinator.bench_run import BenchOptions, Clients, run_modes
 from coordinator.bench_stats import (
     PromptRun,
     acceptance_by_position,
     divergence,
     four_gram_ratio,
     is_loop,
-    overhead_ms_per_round,
+    outside_ms_p50,
     percentile,
+    ratios,
     summarize,
     tau,
 )
@@ -38,6 +41,7 @@ KEYS = {
     "acceptance_by_position",
     "rounds",
     "phase_ms",
+    "outside_ms_p50",
     "prompts",
     "identical",
     "divergences",
@@ -139,13 +143,27 @@ def test_loops_are_left_out_of_the_second_tau() -> None:
     assert entry["tau_without_loops"] == pytest.approx(1.0)
 
 
-def test_overhead_is_the_median_over_prompts() -> None:
+def test_outside_is_the_median_over_the_rounds_that_drafted() -> None:
     runs = [
-        run_of(rounds=10, phase_ms={"coordinator": 3.0, "link": 2.0}),
-        run_of(rounds=10, phase_ms={"link": 7.0}),
-        run_of(rounds=10, phase_ms={"coordinator": 90.0}),
+        run_of(drafted=(3, 0, 3), outside_us=(300, 9000, 500)),
+        run_of(drafted=(1,), outside_us=(900,)),
     ]
-    assert overhead_ms_per_round(runs) == pytest.approx(0.7)
+    assert outside_ms_p50(runs) == pytest.approx(0.5)
+    assert outside_ms_p50([run_of(drafted=(0, 0), outside_us=(100, 200))]) == pytest.approx(0.15)
+    assert outside_ms_p50([run_of()]) is None
+
+
+def test_the_places_are_compared() -> None:
+    separate = summarize([run_of(drafted=(3,), outside_us=(900,))], None)
+    colocated = summarize([run_of(total_ms=350.0, drafted=(3,), outside_us=(300,))], None)
+    found = ratios({"a": separate, "b": colocated}, [("a", "b")])
+    assert found == {
+        "b": {
+            "decode_tokens_per_s": pytest.approx(2.0),
+            "outside_ms_p50": pytest.approx(0.3),
+            "separate_outside_ms_p50": pytest.approx(0.9),
+        }
+    }
 
 
 @pytest.mark.parametrize(
@@ -195,11 +213,50 @@ def test_modes() -> None:
         Mode("plain@fast", "plain", "fast"),
         Mode("draft", "", "exact"),
     ]
-    for bad in ("", "plain,,ngram", "plain@slow", "plain,plain"):
+    assert parse_modes("dflash@colocated@fast", "exact") == [
+        Mode("dflash@colocated@fast", "dflash", "fast", "colocated")
+    ]
+    for bad in ("", "plain,,ngram", "plain@slow", "plain,plain", "plain@colocated", "@colocated"):
         with pytest.raises(SpecwireError, match="--modes"):
             parse_modes(bad, "exact")
     with pytest.raises(SpecwireError, match="--exactness"):
         parse_modes("plain", "sloppy")
+
+
+def server(default: str, **methods: tuple[str, ...]) -> Any:
+    workers = [SimpleNamespace(placement=place, methods=m) for place, m in methods.items()]
+    return SimpleNamespace(default_method=default, workers=workers)
+
+
+BOTH = server("dflash", colocated=("dflash",), separate=("dflash", "ngram"))
+
+
+@pytest.mark.parametrize(
+    ("given", "both", "requests"),
+    [
+        ("plain,dflash", False, ["plain", "dflash"]),
+        ("dflash,dflash@colocated", False, ["dflash@separate", "dflash@colocated"]),
+        ("draft,dflash@colocated", False, ["dflash@separate", "dflash@colocated"]),
+        ("draft@colocated,dflash@fast", False, ["dflash@colocated", "dflash"]),
+        ("plain,draft,ngram", True, ["plain", "dflash@separate", "dflash@colocated", "ngram"]),
+        ("dflash,dflash@colocated", True, ["dflash@separate", "dflash@colocated"]),
+    ],
+)
+def test_modes_and_the_places_of_their_drafters(
+    given: str, both: bool, requests: list[str]
+) -> None:
+    modes = placed(parse_modes(given, "exact"), [BOTH], both=both)
+    assert [mode.request for mode in modes] == requests
+    assert len(pairs(modes)) == ("dflash@separate" in requests)
+
+
+def test_a_mode_alone_keeps_its_one_place() -> None:
+    """Without a draft service beside it, `dflash` is the co-located one anyway."""
+    inside = server("dflash", colocated=("dflash",))
+    modes = placed(parse_modes("dflash,dflash@colocated", "exact"), [inside], both=False)
+    assert [mode.request for mode in modes] == ["dflash", "dflash@colocated"] and not pairs(modes)
+    with pytest.raises(SpecwireError, match="one of: dflash"):
+        placed(parse_modes("plain,ngram", "exact"), [BOTH], both=True)
 
 
 def test_rotation_gives_each_mode_each_place() -> None:
@@ -246,7 +303,7 @@ async def test_modes_alternate_prompt_by_prompt_after_a_warm_up() -> None:
     client = FakeClient()
     prompts = [Prompt(i, "chat", ({"role": "user", "content": str(i)},)) for i in range(3)]
     modes = parse_modes("plain,draft", "exact")
-    runs = await run_modes(client, prompts, modes, BenchOptions(seed=5), lambda line: None)
+    runs = await run_modes(Clients(client), prompts, modes, BenchOptions(seed=5), lambda line: None)
     order = [(call["messages"][0]["content"], call["method"]) for call in client.calls[2:]]
     expected = [("0", "plain"), ("0", ""), ("1", ""), ("1", "plain"), ("2", "plain"), ("2", "")]
     assert order == expected
@@ -261,7 +318,7 @@ async def test_margins_are_fetched_only_for_what_differs() -> None:
     client = FakeClient()
     prompts = [Prompt(0, "chat", ({"role": "user", "content": "a"},))]
     modes = parse_modes("plain,ngram", "fast")
-    runs = await run_modes(client, prompts, modes, BenchOptions(), lambda line: None)
+    runs = await run_modes(Clients(client), prompts, modes, BenchOptions(), lambda line: None)
     assert client.calls[-1]["return_margins"]
     entry = summarize(runs["ngram"], runs["plain"])
     assert entry["divergences"] == [
@@ -283,13 +340,19 @@ def test_table_plot_and_file(tmp_path: Path) -> None:
     plain = [run_of(rounds=10)]
     drafted = run_of(rounds=5, drafted_by_position=(5, 5), accepted_by_position=(4, 1))
     modes = {"plain": summarize(plain, plain), "draft": summarize([drafted], plain)}
-    report = {"environment": environment, "modes": modes}
+    found = {"decode_tokens_per_s": 1.25, "outside_ms_p50": 0.3, "separate_outside_ms_p50": 0.9}
+    report = {
+        "environment": environment,
+        "modes": modes,
+        "colocated_over_separate": {"dflash@colocated": found},
+    }
     out = Console(width=120, record=True, quiet=False, file=(tmp_path / "table").open("w"))
-    bench_report.print_table(report, {"plain": 0.1, "draft": None}, out)
+    bench_report.print_table(report, out)
     text = out.export_text()
     out.file.close()
     assert "1/1" in text and "draft: acceptance by position 0.80 0.20" in text
     assert "draft: 1.00 x plain" in text
+    assert "dflash@colocated: 1.25 x separate (decode), outside 0.30 ms against 0.90 ms" in text
     bench_report.write_json(report, tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()) == report
     bench_report.write_plot(report, tmp_path / "out.png")

@@ -17,7 +17,7 @@ from coordinator.cli import main
 from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
 from coordinator.talk import shower
 from specwire.client import Acceptance, Client, Delta, Finished, FinishReason, Sampling, Usage
-from specwire.errors import SpecwireError
+from specwire.errors import Reason, SpecwireError
 from specwire.generation import collect
 from specwire.request import build_request
 from specwire.v1 import common_pb2, generate_pb2
@@ -184,6 +184,39 @@ def test_settings_of_services_pass_through() -> None:
     assert options.flags_of("target_svc") == ["--kv-memory-mb", "64"]
     assert options.flags_of("draft_svc") == ["--methods", "ngram"]
     assert options.flags_of("coordinator") == []
+
+
+@pytest.mark.parametrize("colocate", ["", "dflash"])
+def test_each_topology_starts_what_it_needs(colocate: str) -> None:
+    options = LocalOptions(draft="d", colocate=colocate)
+    deployment = LocalDeployment(options)
+    started: list[str] = []
+    deployment.spawn = started.append  # type: ignore[assignment,method-assign]
+    deployment._wait_workers = lambda deadline: None  # type: ignore[method-assign]
+    deployment.start()
+    draft = [] if colocate else ["draft_svc"]
+    assert started == ["target_svc", *draft, "coordinator"]
+    _, target = deployment._command("target_svc")
+    _, coordinator = deployment._command("coordinator")
+    inside = "--colocate dflash --draft-checkpoint d"
+    assert (inside in " ".join(target)) == bool(colocate)
+    for flags, name in ((target, "--push-allow"), (coordinator, "--draft")):
+        assert (f"{name} {deployment.draft_address}" in " ".join(flags)) != bool(colocate)
+    deployment.stop()
+
+
+def test_up_has_one_place_for_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[LocalOptions] = []
+
+    def deployment(options: LocalOptions, progress: object) -> None:
+        found.append(options)
+        raise SpecwireError(Reason.ENGINE_DOWN, "enough")
+
+    monkeypatch.setattr(up, "LocalDeployment", deployment)
+    for colocate in (False, True):
+        with pytest.raises(SpecwireError, match="enough"):
+            up.up(colocate=colocate)
+    assert [options.colocate for options in found] == ["", "dflash"]
 
 
 def test_children_wait_passively() -> None:

@@ -171,7 +171,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class AcceptanceRecord(_message.Message):
-    __slots__ = ("method", "rounds", "draft_tokens", "accepted_tokens", "tau", "drafted_by_position", "accepted_by_position", "fallbacks", "phase_ms", "per_step_drafted", "per_step_accepted", "ttft_ms", "total_ms", "accepted_by_source", "target_moves")
+    __slots__ = ("method", "rounds", "draft_tokens", "accepted_tokens", "tau", "drafted_by_position", "accepted_by_position", "fallbacks", "phase_ms", "per_step_drafted", "per_step_accepted", "ttft_ms", "total_ms", "accepted_by_source", "target_moves", "placement", "per_step_outside_us")
     class FallbacksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +208,8 @@ class AcceptanceRecord(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     TARGET_MOVES_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    PER_STEP_OUTSIDE_US_FIELD_NUMBER: _ClassVar[int]
     method: str
     rounds: int
     draft_tokens: int
@@ -223,7 +225,9 @@ class AcceptanceRecord(_message.Message):
     total_ms: float
     accepted_by_source: _containers.ScalarMap[str, int]
     target_moves: int
-    def __init__(self, method: _Optional[str] = ..., rounds: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., tau: _Optional[float] = ..., drafted_by_position: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., fallbacks: _Optional[_Mapping[str, int]] = ..., phase_ms: _Optional[_Mapping[str, float]] = ..., per_step_drafted: _Optional[_Iterable[int]] = ..., per_step_accepted: _Optional[_Iterable[int]] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., accepted_by_source: _Optional[_Mapping[str, int]] = ..., target_moves: _Optional[int] = ...) -> None: ...
+    placement: str
+    per_step_outside_us: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, method: _Optional[str] = ..., rounds: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., tau: _Optional[float] = ..., drafted_by_position: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., fallbacks: _Optional[_Mapping[str, int]] = ..., phase_ms: _Optional[_Mapping[str, float]] = ..., per_step_drafted: _Optional[_Iterable[int]] = ..., per_step_accepted: _Optional[_Iterable[int]] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., accepted_by_source: _Optional[_Mapping[str, int]] = ..., target_moves: _Optional[int] = ..., placement: _Optional[str] = ..., per_step_outside_us: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerationServiceGetInfoRequest(_message.Message):
     __slots__ = ()
@@ -232,7 +236,7 @@ class GenerationServiceGetInfoRequest(_message.Message):
 class GenerationServiceGetInfoResponse(_message.Message):
     __slots__ = ("version", "protocol_major", "protocol_minor", "model", "workers", "methods", "default_method", "default_exactness", "contract_levels", "default_num_speculative_tokens")
     class Worker(_message.Message):
-        __slots__ = ("role", "address", "state", "reason", "attention", "methods", "device", "sessions", "waiting", "pages_free", "pages_total")
+        __slots__ = ("role", "address", "state", "reason", "attention", "methods", "device", "sessions", "waiting", "pages_free", "pages_total", "placement")
         ROLE_FIELD_NUMBER: _ClassVar[int]
         ADDRESS_FIELD_NUMBER: _ClassVar[int]
         STATE_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +248,7 @@ class GenerationServiceGetInfoResponse(_message.Message):
         WAITING_FIELD_NUMBER: _ClassVar[int]
         PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
         PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+        PLACEMENT_FIELD_NUMBER: _ClassVar[int]
         role: str
         address: str
         state: str
@@ -255,7 +260,8 @@ class GenerationServiceGetInfoResponse(_message.Message):
         waiting: int
         pages_free: int
         pages_total: int
-        def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ...) -> None: ...
+        placement: str
+        def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., placement: _Optional[str] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,167 @@
+"""Rounds with a draft service: `Advance` after each verdict, a bounded wait for the proposal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, NamedTuple
+
+from coordinator.attachment import Attachment
+from coordinator.drafting import Drafting
+from coordinator.plan import Plan
+from coordinator.record import Record, worked_ns
+from coordinator.settings import CoordinatorSettings
+from specwire.errors import Reason, SpecwireError
+from specwire.v1 import common_pb2, draft_pb2, target_pb2
+
+# Rounds in a row without the rows it needs after which a re-attached drafter is given up.
+_ROWLESS_ROUNDS = 3
+# A proposal may take so many times what proposals take now.
+_USUAL_FACTOR = 2.0
+
+
+class _Question(NamedTuple):
+    step_id: int
+    length: int
+    k: int
+    sent_ns: int
+    budget_s: float
+
+
+class Separate(Drafting):
+    def __init__(
+        self, at: Attachment, plan: Plan, settings: CoordinatorSettings, record: Record
+    ) -> None:
+        super().__init__(at, plan, settings, record)
+        self._rowless = 0
+        self._asked: _Question | None = None
+        # A question whose answer did not come in time; it still tells how long answers take.
+        self._overdue: _Question | None = None
+
+    @property
+    def in_hand(self) -> list[int] | None:
+        return None
+
+    def then_propose(self, step: int, length: int, most: int) -> int:
+        return 0
+
+    def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
+        self._asked, self.waited_ns, self.drafted_ns = None, 0, 0
+        if verdict.step_id == 0:
+            # How long the target took for the context that the drafter is taking in now.
+            self._at.grace_s = worked_ns(verdict.timings) / 1e9
+        k = 0 if most is None else self._plan.tokens(verdict.step_id, len(ids), most)
+        if not self._at.attached or self._at.mail is None:
+            return False
+        if self._at.mail.failed:
+            self._at.lose("draft_lost")
+            return False
+        self._read_old()
+        budget_s = self._budget_s(k) if k else 0.0
+        rows = verdict.rows_start, verdict.rows_count
+        if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
+            self._asked = _Question(verdict.step_id, len(ids), k, time.perf_counter_ns(), budget_s)
+            self._round_k, self._proposed, self._source = k, False, ""
+        return k > 0
+
+    def _read_old(self) -> None:
+        """Answers to questions that nobody waits for any more."""
+        while self._at.mail is not None and (got := self._at.mail.take()) is not None:
+            self._stray(*got)
+
+    def _budget_s(self, k: int) -> float:
+        """Longest wait for `k` tokens: a share of a step; more where proposals take longer at the
+        present load, but never beyond the steps that a proposal accepted whole would save."""
+        step_s = max(self._at.target.round_s or 0.0, self._at.grace_s)
+        usual_s = self._at.choice.standing.proposal_s if self._at.choice is not None else 0.0
+        return max(
+            self._settings.proposal_wait_share * step_s,
+            min(_USUAL_FACTOR * usual_s, k * step_s),
+            self._settings.proposal_wait_min_ms / 1000,
+        )
+
+    async def proposal(self) -> list[int]:
+        asked = self._asked
+        if asked is None or self._at.mail is None:
+            return []
+        elapsed_s = (time.perf_counter_ns() - asked.sent_ns) / 1e9
+        loop = asyncio.get_running_loop()
+        limit = self._at.capped(loop.time() + asked.budget_s - elapsed_s)
+        ids: list[int] = []
+        try:
+            while (got := await self._at.mail.get(limit)) is not None:
+                if (found := self._read(*got, asked)) is not None:
+                    ids = found
+                    break
+            else:
+                self._late(asked)
+        except SpecwireError:
+            self._at.lose("draft_lost")
+        self._asked, self._at.grace_s = None, 0.0
+        return ids
+
+    def _late(self, asked: _Question) -> None:
+        self._record.fell_back("late")
+        self.waited_ns = time.perf_counter_ns() - asked.sent_ns
+        self._record.spent("draft", self.waited_ns)
+        self._overdue = asked
+        if self._at.grace_s:
+            # The drafter was taking in the context: that says nothing of the rounds to come.
+            self._round_k = 0
+        if self._at.choice is not None:
+            self._at.choice.standing.breaker.failure(asked.sent_ns / 1e9)
+            self._note_cost(asked, self.waited_ns)
+
+    def _read(self, arrived_ns: int, message: Any, asked: _Question) -> list[int] | None:
+        """Usable tokens of a reply to this round's question; None for a reply to anything else."""
+        if isinstance(message, draft_pb2.DraftRefused) and message.step_id == asked.step_id:
+            self._refused(message)
+            return []
+        if not isinstance(message, common_pb2.Proposal) or message.step_id != asked.step_id:
+            self._stray(arrived_ns, message)
+            return None
+        if message.base_len != asked.length:
+            self._at.dropped("length")
+            return None
+        assert self._at.choice is not None
+        self.waited_ns = arrived_ns - asked.sent_ns
+        worked = worked_ns(message.timings)
+        self._record.spent("draft", min(worked, self.waited_ns))
+        self._record.spent("link", self.waited_ns - worked)
+        self._at.choice.standing.breaker.success()
+        self._at.choice.standing.note_proposal(self.waited_ns / 1e9)
+        self._note_cost(asked, self.waited_ns)
+        self.drafted_ns = message.timings.compute_ns
+        ids, cause = self._take(message, asked.k, asked.length, asked.k)
+        self._rowless = self._rowless + 1 if cause == "rows_missing" else 0
+        if self._rowless >= _ROWLESS_ROUNDS:
+            self._at.give_up()
+        return ids
+
+    def _stray(self, arrived_ns: int, message: Any) -> None:
+        """Drops a reply to another question; a late one still says how long proposals take."""
+        self._at.dropped("step")
+        overdue, choice = self._overdue, self._at.choice
+        if (
+            overdue is not None
+            and choice is not None
+            and isinstance(message, common_pb2.Proposal)
+            and message.step_id == overdue.step_id
+        ):
+            choice.standing.note_proposal((arrived_ns - overdue.sent_ns) / 1e9)
+            self._overdue = None
+
+    def _note_cost(self, asked: _Question, wall_ns: int) -> None:
+        choice = self._at.choice
+        # The first round takes in the whole context: no cost of a round.
+        if choice is not None and not self._at.grace_s:
+            choice.standing.costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
+
+    def _refused(self, message: draft_pb2.DraftRefused) -> None:
+        reason = message.error.reason
+        self._record.fell_back(reason.lower() or "refused")
+        if reason == Reason.NEED_TOKENS and 0 < message.have_len <= self._at.told:
+            # The next Advance starts there.
+            self._at.told = message.have_len
+        else:
+            self._at.detach()

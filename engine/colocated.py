@@ -1,0 +1,166 @@
+"""What a target and a drafter in its process tell each other: values, frozen, each role's own.
+
+The drafter says which KV groups it needs before any page exists (`Target` -> `Group`), then gets
+the target's own tables and the memory of its groups (`Handles`), and in every step the rows of its
+tap layers (`TapRows`). Nothing is copied: these are the tensors that the target works on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.api import Drafter
+from engine.attention.request import KVGroup
+from engine.attention.resolution import Resolution
+from engine.batch import Packed
+from engine.errors import SettingRefused
+from engine.kv.cache import CacheGeometry, PagedCache
+from engine.kv.groups import PagedGroups
+from engine.linear import Linear
+from engine.models.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+TARGET_GROUP = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSettings:
+    """What an operator says about a co-located draft; "" and None: not said.
+
+    checkpoint  a directory, or `default`: the one that ships
+    model       the target's, by reference as its own setting has it
+    kv_group    auto, same_cache or pooled
+    The rest reads as in the settings of a draft service.
+    """
+
+    checkpoint: str = "default"
+    model: str = "default"
+    attention_backend: str | None = None
+    kv_group: str = "auto"
+    kv_dtype: str = "auto"
+    dtype: str = "auto"
+    head_dtype: str = "auto"
+    kernels: str = "auto"
+    cuda_graph_mode: str = "auto"
+    max_draft_tokens: int = 7
+    max_length: int | None = None
+    confidences: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target as far as it is decided before its pages are allocated."""
+
+    directory: Path
+    fingerprint: str
+    config: ModelConfig
+    attention: Resolution
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A KV group under the target's page tables. `geometry` is the layout of its tensors,
+    `attention` the backend that reads them and the layout that it expects."""
+
+    name: str
+    kind: KVGroup
+    geometry: CacheGeometry
+    attention: Resolution
+
+
+@dataclass(frozen=True, slots=True)
+class Handles:
+    """The target's own, by reference. `caches` are those of the drafter's groups; `memory` has the
+    page pool and copies pages that are shared.
+
+    embedding   [vocabulary, hidden]
+    max_length  of a session, in tokens
+    scratch_slot  first slot of a page that belongs to no session: what is written there is lost
+    """
+
+    embedding: Tensor
+    head: Linear
+    caches: Mapping[str, PagedCache]
+    memory: PagedGroups
+    max_length: int
+    scratch_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class TapRows:
+    """Rows of a step, on the model's device: bf16 [n, taps * hidden] in the order of the drafter's
+    taps, positions and flat slots int64 [n]. Padding has slots in the scratch page. `highest` is
+    the last position of all, known on the host."""
+
+    rows: Tensor
+    positions: Tensor
+    slots: Tensor
+    highest: int
+
+
+def describe(drafter: Drafter | None, target: Target) -> tuple[Group, ...]:
+    """The groups of the drafter, checked. Nothing is allocated yet."""
+    groups = drafter.describe(target) if drafter is not None else ()
+    for group in groups:
+        if group.kind is KVGroup.PRIVATE:
+            accepted = "same_cache, pooled: private pages are those of a draft service of its own"
+            raise SettingRefused("kv_group", group.kind.value, accepted)
+        own, page = group.attention.geometry, group.geometry.page_tokens
+        assert own.page_tokens == page == target.attention.geometry.page_tokens
+        # Both sides computed the layout; one that differs would be read as something else.
+        own.check_allocated(1, group.geometry.bytes_per_token * page)
+    return groups
+
+
+class Beside:
+    """A drafter that is attached to an engine: takes rows out of the engine's forwards."""
+
+    def __init__(self, drafter: Drafter, groups: Sequence[Group], handles: Handles) -> None:
+        self.taps = drafter.attach(handles)
+        self._drafter = drafter
+        self._names = tuple(group.name for group in groups)
+        self._hidden = handles.embedding.shape[1]
+
+    def write(
+        self,
+        packed: Packed,
+        taps: tuple[int, ...],
+        tap_rows: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+    ) -> tuple[str, ...]:
+        """Lets the drafter write context of the items that it drafts for. Returns the groups that
+        are written: none after a failure, which costs the draft its context and nobody else."""
+        rows, highest = tap_rows, max(packed.positions)
+        chosen = _rows_of(packed)
+        if chosen is not None:
+            at = torch.tensor(chosen, dtype=torch.int64, device=rows.device)
+            rows, positions, slots = rows[at], positions[at], slots[at]
+        if taps != self.taps:
+            columns = [taps.index(tap) * self._hidden for tap in self.taps]
+            rows = torch.cat([rows[:, at : at + self._hidden] for at in columns], dim=1)
+        try:
+            self._drafter.write(TapRows(rows.bfloat16(), positions, slots, highest))
+        except Exception:
+            log.exception("the %s drafter failed to write its context", self._drafter.method)
+            return ()
+        return self._names
+
+
+def _rows_of(packed: Packed) -> list[int] | None:
+    """Rows of the items that are drafted for; None: all."""
+    if all(placed.item.drafted for placed in packed.placed):
+        return None
+    return [
+        row
+        for span, placed in zip(packed.spans, packed.placed, strict=True)
+        if placed.item.drafted
+        for row in range(span.first_row, span.first_row + span.row_count)
+    ]
