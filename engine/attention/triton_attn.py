@@ -196,6 +196,8 @@ class TritonAttention(TritonPaged):
             "HEADS": self.query_heads, "KV_HEADS": shape.kv_heads, "D": shape.head_dim,
             "BLOCK_D": self._block, "M": tiles.rows, "N": tiles.keys, "CHUNK": tiles.chunk,
             "CAUSAL": mode.causal, "LSE": lse is not None,
+            # No multiply-add but those spelled out: the variants of a kernel must round alike.
+            "enable_fp_fusion": False,
         }  # fmt: skip
         paged._attend[(shape.kv_heads, plan.programs)](
             q, k, v, out, logs, plan.sums, plan.parts, plan.words, plan.items_at, plan.table_at,

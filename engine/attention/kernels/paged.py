@@ -66,7 +66,7 @@ def _dot(a, b, IEEE: tl.constexpr):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items_at", "table_at", "pages_per_span", "window"])
 def _attend(
     q, k_cache, v_cache, out, lse, sums, parts, words, items_at, table_at, pages_per_span,
     stride_q, stride_page, stride_token, scale, window,
@@ -171,7 +171,7 @@ def _part(sums, parts, place, keep, BLOCK_D: tl.constexpr):
     return m, z, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_end", "window"])
 def _combine(
     out, lse, sums, parts, words, tiles_end, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
