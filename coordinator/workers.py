@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from coordinator.acceptance import Acceptance
 from coordinator.breaker import Breaker
 from coordinator.costs import Cost, Costs
 from coordinator.handshake import check_drafter, check_target, check_worker
 from coordinator.links import Link
-from coordinator.policy import Acceptance
 from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
 from coordinator.text import TextModel
