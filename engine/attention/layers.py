@@ -6,22 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.attention.mode import LayerMode
-from engine.errors import CheckpointError
+from engine.models import fields
+from engine.models.fields import refuse
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _QWEN_WINDOW_LAYERS = 28
 
 
-def refuse(key: str, value: object, accepted: str) -> CheckpointError:
-    return CheckpointError(f"config {key} = {value!r} is not supported; accepted: {accepted}")
-
-
 def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise refuse(key, value, "a positive integer")
-    return value
+    """As of `engine.models`, where null is the same as absent."""
+    return fields.positive(config if config.get(key) is not None else {}, key, default)
 
 
 def flag(values: Mapping[str, Any], key: str) -> bool | None:
