@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
 
 from coordinator.acceptance import Acceptance
 from coordinator.breaker import Breaker
-from coordinator.costs import Cost, Costs
+from coordinator.costs import Costs, from_wire
 from coordinator.handshake import check_drafter, check_target, check_worker
 from coordinator.links import Link
 from coordinator.settings import CoordinatorSettings
@@ -20,7 +20,7 @@ from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import Message, channel_options
-from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from specwire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             document = await self._cache.document(self._stub, info.model.tokenizer_hash)
             self.text = TextModel(document)
         self.info, self.draining = info, False
-        self.costs = Costs(_costs(info.costs, anchor=1))
+        self.costs = Costs(from_wire(info.costs, anchor=1))
         return int(info.worker.incarnation)
 
     @property
@@ -197,7 +197,7 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
         settings, known = self._settings, self.standings.get(drafter.method)
         return Standing(
             breaker=Breaker(settings.breaker_lates, settings.breaker_open_ms / 1000),
-            costs=Costs(_costs(drafter.costs, anchor=0)),
+            costs=Costs(from_wire(drafter.costs, anchor=0)),
             past=known.past if known is not None else Acceptance(),
         )
 
@@ -239,11 +239,3 @@ def _judge(
         except SpecwireError as error:
             refused[drafter.method] = error.message
     return fitting, refused
-
-
-def _costs(given: Iterable[common_pb2.StepCost], anchor: int) -> Iterable[Cost]:
-    """A target's rows hold the anchor and the draft tokens, a draft's the tokens proposed."""
-    return [
-        Cost(max(0, c.rows - anchor), c.sessions, c.context_tokens, c.compute_ns / 1e9)
-        for c in given
-    ]
