@@ -324,3 +324,37 @@ def test_config_must_be_an_object() -> None:
 
 def test_every_family_is_tested() -> None:
     assert {family for family, _ in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dimensions_beyond_any_model_are_refused_before_memory_is_taken(
+    family: str, key: str
+) -> None:
+    """One mode a layer, or a row a position, of 10^12 would end in a MemoryError."""
+    config = {
+        "model_type": family,
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    }
+    assert from_hf(config).layer_count == 2
+    with pytest.raises(CheckpointError, match=f"config {key} = {10**12} .* at most"):
+        from_hf(config | {key: 10**12})
