@@ -149,7 +149,7 @@ def checkpoint_path(field: str, reference: str, shipped: Path) -> Path:
 def _options(
     settings: DraftSettings, checkpoint: Path, target: DraftTarget, method: str
 ) -> DFlashOptions:
-    resolve_device(settings.device)
+    resolve_device(settings.device, "block drafts run on the cpu only")
     options = DFlashOptions(
         page_tokens=settings.page_tokens,
         kv_dtype=settings.kv_dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,10 @@ from torch import Tensor
 from engine import penalties
 from engine.api import Item, TokenLogprobs
 from engine.logprobs import score
-from engine.sampling import Draw, GumbelArgmax, accept, draw
+from engine.sampling import Draw, accept
+
+# (logits fp32 [rows, vocab], how to draw each, whether margins are wanted) -> tokens and margins
+Drawer = Callable[[Tensor, Sequence[Draw], bool], tuple[list[int], list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ def drafts_of(item: Item) -> Sequence[int]:
     return item.ids[len(item.ids) - item.draws + 1 :] if item.draws else ()
 
 
-def choose(logits: Tensor, items: Sequence[Item], gumbel_argmax: GumbelArgmax) -> list[Chosen]:
+def choose(logits: Tensor, items: Sequence[Item], draw: Drawer) -> list[Chosen]:
     """What each item gets from logits fp32 [sum of draws, vocab], rows in the order of the items.
     The logits are changed in place where options ask for it.
     """
@@ -37,7 +40,7 @@ def choose(logits: Tensor, items: Sequence[Item], gumbel_argmax: GumbelArgmax) -
     raw: list[Tensor] = []
     for item in items:
         rows = logits[len(draws) : len(draws) + item.draws]
-        draws += _draws(item)
+        draws += draws_of(item)
         # What the log probabilities are of, kept where the options change it.
         output = len(item.context) - item.prompt_len
         changed = item.draws > 0 and penalties.changes_logits(item.sampling, output)
@@ -45,7 +48,7 @@ def choose(logits: Tensor, items: Sequence[Item], gumbel_argmax: GumbelArgmax) -
         if changed:
             penalties.apply(rows, item.sampling, item.context, item.prompt_len, drafts_of(item))
     margins = any(item.margins for item in items)
-    tokens, gaps = draw(logits, draws, margins, gumbel_argmax)
+    tokens, gaps = draw(logits, draws, margins)
     chosen, at = [], 0
     for item, rows in zip(items, raw, strict=True):
         end = at + item.draws
@@ -54,13 +57,33 @@ def choose(logits: Tensor, items: Sequence[Item], gumbel_argmax: GumbelArgmax) -
     return chosen
 
 
-def _draws(item: Item) -> list[Draw]:
+def draws_of(item: Item) -> list[Draw]:
+    """How each drawing row of an item draws, in the order of the rows."""
     if not item.draws:
         return []
     # The row at position p draws the token at p + 1.
     first = item.start + len(item.ids) - item.draws + 1
     given = [None, *drafts_of(item)]
     return [Draw(item.sampling, first + i, token) for i, token in enumerate(given)]
+
+
+def plain(item: Item) -> bool:
+    """Whether drawing is all that is to be done with the item's logits: nothing changes them, and
+    nobody asks for numbers about them."""
+    output = len(item.context) - item.prompt_len
+    return (
+        item.logprobs is None
+        and not item.margins
+        and not penalties.changes_logits(item.sampling, output)
+    )
+
+
+def matched(item: Item, drawn: Sequence[int]) -> Chosen:
+    """What a `plain` item gets where its rows drew these tokens."""
+    if not item.draws:
+        return Chosen()
+    accepted = accept(drafts_of(item), drawn)
+    return Chosen(tuple(drawn[: accepted + 1]), accepted)
 
 
 def _chosen(item: Item, drawn: list[int], gaps: list[float], raw: Tensor) -> Chosen:

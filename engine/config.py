@@ -15,7 +15,9 @@ class EngineConfig:
     kv_dtype       auto, float32 or bfloat16; refused with the attention backends' reasons
     attention_backend, cuda_graph_mode  see engine/attention/request.py
     role           whom refusals and logs name; a draft is an ordinary model that drafts
-    kernels        native: our C kernels or an error; torch: never; auto: native if they build
+    device         auto (a GPU where there is one), cpu, cuda or cuda:N
+    kernels        native: our C kernels or an error; triton: ours on a GPU, or an error; torch:
+                   neither; auto: those of the device if they can be had
     max_length     longest session in tokens; None: the model's own limit, or what the pages hold
                    if that is less. With `dynamic` RoPE the model's is the original length (a longer
                    one turns all positions by its own theta)
@@ -33,7 +35,7 @@ class EngineConfig:
     attention_backend: str | None = None
     cuda_graph_mode: str = "auto"
     role: Literal["target", "draft"] = "target"
-    kernels: Literal["auto", "native", "torch"] = "auto"
+    kernels: Literal["auto", "native", "triton", "torch"] = "auto"
     max_length: int | None = None
     kv_pages: int | None = None
     kv_memory_mb: int = 1024

@@ -12,7 +12,7 @@ from engine.kernels.cpu import ops
 
 PANEL = 16  # columns of one packed panel in the C kernels
 
-Mode = Literal["native", "torch"]
+Mode = Literal["native", "torch", "triton"]
 
 
 class Linear(ABC):
@@ -127,6 +127,22 @@ class PlainLinear(Linear):
         return torch.nn.functional.linear(x.to(self._weight.dtype), self._weight).float()
 
 
+class DeviceLinear(Linear):
+    """A weight for the Triton kernels, which may fuse more than the product."""
+
+    rows_independent = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight.contiguous()
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        from engine.kernels.triton.gemm import linear  # Triton is not everywhere
+
+        return linear(x, self.weight, self.bias, torch.float32)
+
+
 class BiasedLinear(Linear):
     """A product with a bias [out_features] added in fp32; a row stays as independent as it was."""
 
@@ -141,6 +157,8 @@ class BiasedLinear(Linear):
 
 def pack_linear(weight: Tensor, mode: Mode, bias: Tensor | None = None) -> Linear:
     """Packs weight [out_features, in_features], bf16 or fp32. `native` needs `ops.available()`."""
+    if mode == "triton":
+        return DeviceLinear(weight, bias)
     product = _pack(weight, mode)
     return product if bias is None else BiasedLinear(product, bias)
 

@@ -13,12 +13,20 @@ from engine.attention.select import AttentionOptions, make_backend, resolve_atte
 from engine.colocated import Group, Target, describe
 from engine.config import EngineConfig
 from engine.default_model import resolve_model
-from engine.device import numerics_fingerprint, resolve_device, use_native, weight_dtype
+from engine.device import (
+    device_name,
+    kernel_mode,
+    numerics_fingerprint,
+    resolve_device,
+    weight_dtype,
+)
+from engine.device_step import DeviceStepper
 from engine.errors import SettingRefused
-from engine.kv.cache import CacheGeometry, PagedCache
+from engine.kv.cache import CacheGeometry, KVCache, PagedCache
 from engine.models.config import ModelConfig, from_hf
 from engine.models.family import build_cache, build_model, cache_geometry, latent_of
-from engine.models.layers import NATIVE, TORCH
+from engine.models.kernel_sets import kernels_for
+from engine.models.llama import LlamaModel
 from engine.runner import NativeEngine
 from engine.tokenizer import check_vocabulary, read_document
 from engine.weights import Weights, fingerprint, read_json
@@ -31,12 +39,12 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
 
     Raises SettingRefused, CheckpointError or BackendUnavailable.
     """
-    resolve_device(config.device)
     if config.threads > 0:
         torch.set_num_threads(config.threads)
-    native = use_native(config.kernels)
     source = resolve_model(config.model)
     model_config = from_hf(read_json(source.directory / "config.json"))
+    device = resolve_device(config.device, _no_gpu(model_config, drafter))
+    mode = kernel_mode(config.kernels, device)
     document = read_document(source.directory)
     check_vocabulary(document, model_config.vocab_size)
     attention = resolve_attention(
@@ -47,23 +55,24 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
         kv_heads=model_config.kv_heads,
         head_dim=model_config.head_dim,
         modes=model_config.modes,
-        native=native,
+        native=mode == "native",
         latent=latent_of(model_config),
         role=config.role,
         method="draft_model" if config.role == "draft" else "",
         query_tokens=config.exact_width if config.role == "target" else 1,
+        device=device,
     )
     # Nothing after this sees "auto".
     config = replace(config, kv_dtype=attention.geometry.dtype)
     name = fingerprint(source.directory)
     groups = describe(drafter, Target(source.directory, name, model_config, attention))
     cache, beside = allocate_caches(
-        config, cache_geometry(model_config, attention.geometry), groups
+        config, cache_geometry(model_config, attention.geometry), groups, device
     )
     limit = session_length(config, model_config, (cache.page_count - 1) * config.page_tokens)
     backend, report = make_backend(attention, cache, config.kv_bucket), attention.report()
-    weights = Weights(source.directory, weight_dtype(config.dtype))
-    kernels = NATIVE if native else TORCH
+    weights = Weights(source.directory, weight_dtype(config.dtype), device)
+    kernels = kernels_for(mode, weight_dtype(config.dtype))
     # Padding rows of a short block may stand past the limit.
     model = build_model(model_config, weights, kernels, limit, padding=config.exact_width)
     special = json.loads(document)["special"]
@@ -71,21 +80,34 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
         name=source.name,
         fingerprint=name,
         numerics=numerics_fingerprint(
-            config, native, report.chosen, limit if model_config.rope.kind == "dynamic" else 0
+            config, mode, device, report.chosen, limit if model_config.rope.kind == "dynamic" else 0
         ),
         vocab_size=model_config.vocab_size,
         hidden_size=model_config.hidden_size,
         layer_count=model_config.layer_count,
         max_length=limit,
         eos_token_ids=tuple(special["eos_token_ids"]) or model_config.eos_token_ids,
-        device="cpu",
+        device=device_name(device),
         dtype=str(weight_dtype(config.dtype)).removeprefix("torch."),
     )
-    engine = NativeEngine(config, model, cache, backend, report, info, beside)
+    stepper: DeviceStepper | None = None
+    if device.type == "cuda" or mode == "triton":
+        assert isinstance(model, LlamaModel) and isinstance(cache, KVCache)
+        graphs = attention.graphs.decode == "FULL"
+        scratch_slot = (cache.page_count - 1) * config.page_tokens
+        stepper = DeviceStepper(model, cache, backend, limit, scratch_slot, graphs)
+    engine = NativeEngine(config, model, cache, backend, report, info, beside, stepper)
     if drafter is not None:
         engine.attach(drafter, groups)
         drafter.warm_up()
     return engine
+
+
+def _no_gpu(model: ModelConfig, drafter: Drafter | None) -> str:
+    """Why this runs on the CPU only; "" where it does not."""
+    if drafter is not None:
+        return "co-located drafts run on the cpu only"
+    return "" if model.latent is None else "latent attention runs on the cpu only"
 
 
 def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:
@@ -102,7 +124,10 @@ def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:
 
 
 def allocate_caches(
-    config: EngineConfig, geometry: CacheGeometry, groups: Sequence[Group] = ()
+    config: EngineConfig,
+    geometry: CacheGeometry,
+    groups: Sequence[Group] = (),
+    device: torch.device | str = "cpu",
 ) -> tuple[PagedCache, dict[str, PagedCache]]:
     """The pages that the settings ask for and a scratch page, of the target's group and of those
     beside it, which share the memory allowed. Raises SettingRefused."""
@@ -115,7 +140,7 @@ def allocate_caches(
         raise SettingRefused(field, getattr(config, field), accepted)
     try:
         beside = {group.name: build_cache(group.geometry, count + 1) for group in groups}
-        return build_cache(geometry, count + 1), beside
-    except MemoryError:
+        return build_cache(geometry, count + 1, device), beside
+    except (MemoryError, torch.OutOfMemoryError):
         accepted = f"what this machine has memory for: one page has {page_bytes} bytes"
         raise SettingRefused(field, getattr(config, field), accepted) from None

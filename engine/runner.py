@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -16,12 +17,14 @@ from engine.batch import Packed, Placed, pack
 from engine.choose import Chosen, choose, drafts_of
 from engine.colocated import TARGET_GROUP, Beside, Group, Handles
 from engine.config import EngineConfig
+from engine.device_step import DeviceStepper
 from engine.kv.cache import PagedCache
 from engine.kv.groups import PagedGroups
 from engine.kv.pool import PagePool, PageTable, PoolStats
 from engine.logprobs import score_rows
 from engine.models.family import Model
 from engine.models.layers import Rows
+from engine.sampling import draw
 
 
 class NativeEngine:
@@ -36,10 +39,11 @@ class NativeEngine:
         report: AttentionReport,
         info: ModelInfo,
         beside: Mapping[str, PagedCache] = MappingProxyType({}),
+        stepper: DeviceStepper | None = None,
     ) -> None:
         """`beside` are the caches of other KV groups under the same page tables."""
         self._config, self._model, self._cache, self._backend = config, model, cache, backend
-        self._report, self._info = report, info
+        self._report, self._info, self._stepper = report, info, stepper
         # The last page of the cache belongs to no session: padding rows write there.
         self._pool = PagePool(cache.page_count - 1, config.page_tokens)
         self._memory = PagedGroups(self._pool, {TARGET_GROUP: cache, **beside})
@@ -111,7 +115,6 @@ class NativeEngine:
     def _run(self, items: Sequence[Item], minimum: int) -> list[ItemResult]:
         if not items:
             return []
-        packed = pack(items, self._config.page_tokens, minimum, self._scratch_slot)
         scored = any(item.prompt_logprobs is not None for item in items)
         # The last layer's outputs are what the head turns into logits: prompt rows are scored from
         # them piece by piece, in full precision.
@@ -119,14 +122,22 @@ class NativeEngine:
         beside = self._beside if any(item.drafted for item in items) else None
         drafter_taps = beside.taps if beside is not None else ()
         taps = tuple(sorted(last.union(drafter_taps, *(item.taps for item in items))))
-        rows, tap_dtype = self._rows(packed), torch.float32 if scored else torch.bfloat16
+        tap_dtype = torch.float32 if scored else torch.bfloat16
+        if self._stepper is not None:
+            ran = self._stepper.run(items, minimum, taps, tap_dtype)
+            return [
+                self._result(placed, own, taps, ran.tap_rows, ())
+                for placed, own in zip(ran.placed, ran.chosen, strict=True)
+            ]
+        packed = pack(items, self._config.page_tokens, minimum, self._scratch_slot)
+        rows = self._rows(packed)
         logits, tap_rows = self._forward(rows, packed, taps, tap_dtype)
         written: tuple[str, ...] = ()
         if beside is not None and tap_rows is not None:
             # Before anything is read back: the device has work while the host chooses.
             written = beside.write(packed, taps, tap_rows, rows.positions, rows.slots)
-        kernel = self._model.kernels.gumbel_argmax
-        chosen = [Chosen()] * len(items) if logits is None else choose(logits, items, kernel)
+        drawer = partial(draw, gumbel_argmax=self._model.kernels.gumbel_argmax)
+        chosen = [Chosen()] * len(items) if logits is None else choose(logits, items, drawer)
         return [
             self._result(placed, own, taps, tap_rows, written if placed.item.drafted else ())
             for placed, own in zip(packed.placed, chosen, strict=True)
@@ -138,6 +149,8 @@ class NativeEngine:
         """Logits of the rows that draw and the taps of all rows (None where there is nothing to
         give).
         """
+        if self._stepper is not None:
+            return self._stepper.forward(packed, taps, tap_dtype)
         return self._forward(self._rows(packed), packed, taps, tap_dtype)
 
     def _rows(self, packed: Packed) -> Rows:
@@ -189,7 +202,7 @@ class NativeEngine:
         return ItemResult(
             tokens=chosen.tokens,
             accepted=chosen.accepted,
-            rows=None if rows is None else rows[:valid].to(torch.bfloat16),
+            rows=None if rows is None else rows[:valid].to("cpu", torch.bfloat16),
             margins=chosen.margins,
             width=placed.width,
             logprobs=chosen.logprobs,

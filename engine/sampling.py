@@ -109,7 +109,7 @@ def draw(
         matters = wanted.given is None or (matters and tokens[row - 1] == wanted.given)
         if matters and filters(wanted.sampling):
             tokens[row] = _kept(logits[row], wanted, tokens[row], gumbel_argmax)
-    return tokens, _margins(logits, draws) if margins else []
+    return tokens, margins_of(logits, draws) if margins else []
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw], gumbel_argmax: GumbelArgmax) -> list[int]:
@@ -132,7 +132,8 @@ def _kept(logits: Tensor, wanted: Draw, token: int, gumbel_argmax: GumbelArgmax)
     return token
 
 
-def _margins(logits: Tensor, draws: Sequence[Draw]) -> list[float]:
+def margins_of(logits: Tensor, draws: Sequence[Draw]) -> list[float]:
+    """Highest filtered logit minus the second, by row; inf where the second cannot be drawn."""
     gaps = []
     for row, (first, second) in enumerate(logits.topk(2, dim=-1).values.tolist()):
         s = draws[row].sampling

@@ -18,7 +18,7 @@ class EngineSettings(BaseModel):
     kv_dtype: str = Field(
         "auto", description="dtype of the KV cache, the service's own: auto, bfloat16 or float32"
     )
-    device: str = Field("auto", description="cpu or cuda")
+    device: str = Field("auto", description="auto (a GPU where there is one), cpu, cuda or cuda:N")
     attention_backend: str | None = Field(
         None,
         description="auto, or a backend by name; refused, never replaced, when it does not fit",
@@ -26,8 +26,8 @@ class EngineSettings(BaseModel):
     cuda_graph_mode: str = Field(
         "auto", description="auto, NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE"
     )
-    kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="native C kernels, or torch's"
+    kernels: Literal["auto", "native", "triton", "torch"] = Field(
+        "auto", description="native: C, on the CPU; triton: on a GPU; torch: plain operators"
     )
     threads: int = Field(0, ge=0, le=1024, description="threads of the engine; 0: as many as cores")
     max_length: int | None = Field(

@@ -70,6 +70,8 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     rope_kv_write: Callable[..., None]
     gumbel_argmax: Callable[..., Tensor]
+    # Draw and filters in one, nothing read by the host; see `device_draw`.
+    draw: Callable[..., Tensor] | None = None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return pack_linear(weight, self.mode, bias)

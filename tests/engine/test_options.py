@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from engine.kernels.cpu import ops
 from engine.kv.pool import PagePool, PageTable
 from engine.noise import gumbel
 from engine.penalties import apply, changes_logits
+from engine.sampling import draw
 
 VOCAB = 61
+DRAW = partial(draw, gumbel_argmax=ops.gumbel_argmax)
 PROMPT, OUTPUT, DRAFTS = [3, 9, 9, 40], [9, 12, 12, 12, 5], [12, 7, 9]
 OPTIONS = {
     "repetition": Sampling(repetition_penalty=1.3),
@@ -179,7 +182,7 @@ def test_any_combination_and_speculation_equals_plain(
     plain, blocked = Sampling(temperature=0.0), block(table, sampling, drafts, logprobs=3)
     mates = [block(table, plain, [1, 2]), blocked, block(table, plain, [])]
     logits = torch.cat([rows(3, 1), raw, rows(1, 2)])
-    greedy, got, last = choose(logits, mates, ops.gumbel_argmax)
+    greedy, got, last = choose(logits, mates, DRAW)
     assert got.tokens == tuple(wanted[: wrong + 1]) and got.accepted == min(wrong, 4)
     assert greedy.tokens[0] == int(rows(3, 1)[0].argmax())
     assert last.tokens == (int(rows(1, 2).argmax()),)
@@ -217,7 +220,7 @@ def test_junk_drafts_leave_the_law_of_token_pairs() -> None:
     ]
     logits = torch.stack([torch.stack((first, after[d])) for d in drafts]).flatten(0, 1)
     counts = torch.zeros(vocab + 1, vocab, dtype=torch.float64)
-    for chosen in choose(logits, items, ops.gumbel_argmax):
+    for chosen in choose(logits, items, DRAW):
         counts[vocab, chosen.tokens[0]] += 1
         if chosen.accepted:
             counts[chosen.tokens[0], chosen.tokens[1]] += 1
@@ -238,7 +241,7 @@ def test_logprobs_rank_and_ties() -> None:
     def scored(top: int, **fields: tuple[tuple[int, float], ...]) -> object:
         s = replace(Sampling(temperature=0.0), **fields)
         item = Item(table, [1], 0, 1, s, logprobs=top)
-        return choose(logits.clone(), [item], ops.gumbel_argmax)[0].logprobs[0]
+        return choose(logits.clone(), [item], DRAW)[0].logprobs[0]
 
     first, forced = scored(4), scored(0, logit_bias=((4, 50.0),))
     assert (first.token, first.rank) == (1, 1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.api import Item, Sampling
-from engine.models.dflash import Block, DFlashOptions, load_dflash
+from engine.models.dflash import Block, DFlashOptions
+from engine.models.draft_loading import load_dflash
 from specwire.v1 import draft_pb2, target_pb2
 from tests.engine.test_dflash import BLOCK, TAPS, write_draft
 from tests.engine.tiny import load_tiny, random_ids, write_llama

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from draft_svc.host import DraftHost
 from draft_svc.loading import load_methods
 from draft_svc.methods.base import AnyMethod, Request, RowBlock
-from draft_svc.methods.dflash import blocks_of
 from draft_svc.settings import DraftSettings
 from engine.api import Item, Sampling
 from engine.linear import Linear
+from engine.models.dflash import Block
 from engine.noise import gumbel
 from engine.sampling import accept
 from specwire.rpc import channel_options
@@ -297,7 +297,9 @@ def test_the_targets_noise_is_worth_more_than_draws_of_its_own(
         requests = asked(temperature, seed)
         drafts = method.propose(requests)
         if drawn is None:  # a target that is close to the draft, and draws with seed 7
-            logits = method._model.propose_logits(blocks_of(requests))
+            contexts = [request.context for request in requests]
+            blocks = [Block(c.table, c.ids[-1], len(c.ids) - 1, c.origin) for c in contexts]
+            logits = method._model.propose_logits(blocks)
             logits = logits + 0.5 * torch.randn(logits.shape)
             drawn = [
                 [int((x + gumbel(7, c, 7 + slot, VOCAB)).argmax()) for slot, x in enumerate(rows)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from coordinator.workers import _costs
+from coordinator.costs import from_wire
 from specwire.v1 import target_pb2, target_pb2_grpc
 from target_svc.app import Loaded, TargetApp
 from target_svc.costs import BUDGET_S, measure
@@ -45,7 +45,7 @@ def test_each_point_is_measured_and_no_page_is_kept() -> None:
     stats = engine.stats()
     assert stats.free == stats.total and not stats.tables
     # The coordinator counts draft tokens: a target's rows are one more.
-    assert {cost.tokens for cost in _costs(found, anchor=1)} == {0, 3, 7}
+    assert {cost.tokens for cost in from_wire(found, anchor=1)} == {0, 3, 7}
 
 
 def test_a_pool_too_small_for_many_leaves_those_points_out() -> None:

@@ -1,0 +1,63 @@
+"""CUDA graphs by shape: captured when a shape is first met, replayed from then on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Runs before a capture: kernels compile, libraries take their workspace.
+_WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured(Generic[T]):
+    graph: Any
+    outputs: T
+
+
+class StepGraphs(Generic[T]):
+    """Graphs of bodies that read static memory only; without `enabled` every body just runs.
+
+    Their memory is one pool: only one of them runs at a time, and what it returns is overwritten by
+    the next replay.
+    """
+
+    def __init__(self, name: str, enabled: bool) -> None:
+        self.name, self.enabled = name, enabled
+        self._captured: dict[Hashable, _Captured[T]] = {}
+        self._pool: Any = None
+
+    def run(self, key: Hashable, body: Callable[[], T]) -> T:
+        """What `body` returns, by replay; `key` stands for all that shapes it."""
+        if not self.enabled:
+            return body()
+        known = self._captured.get(key)
+        if known is None:
+            known = self._captured[key] = self._capture(key, body)
+        known.graph.replay()
+        return known.outputs
+
+    def _capture(self, key: Hashable, body: Callable[[], T]) -> _Captured[T]:
+        began = time.perf_counter()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UP):
+                body()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = body()
+        self._pool = self._pool or graph.pool()
+        spent_ms = (time.perf_counter() - began) * 1e3
+        log.info("captured the %s graph of %s in %.0f ms", self.name, key, spent_ms)
+        return _Captured(graph, outputs)

@@ -1,0 +1,64 @@
+"""The integers of one step in one piece of memory, so that they reach the device in one copy.
+
+Everything that a step needs from the host (ids, positions, slots, page tables, how to draw) is
+written as int32 words into page-locked memory and copied at once. The addresses on the device stay
+the same while the layout does, which is what a CUDA graph reads them by.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Words = np.ndarray[Any, np.dtype[np.int32]]
+
+# Fields begin at multiples of 16 bytes: kernels load them in vectors, and int64 fields fit.
+_ALIGNMENT_WORDS = 4
+_SMALLEST = 4096
+
+
+class StepWords:
+    """Named fields of int32 words, on the host and on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._used = 0
+        self._allocate(_SMALLEST)
+
+    def _allocate(self, words: int) -> None:
+        pinned = self._device.type == "cuda"
+        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
+        self._words: Words = self._host.numpy()
+        self._on_device = torch.zeros(words, dtype=torch.int32, device=self._device)
+
+    def layout(self, **counts: int) -> None:
+        """Lays the fields out, `counts` words each. What they hold is anything."""
+        if counts == self._counts:
+            return
+        self._places, at = {}, 0
+        for name, count in counts.items():
+            self._places[name] = at, count
+            at += -(-count // _ALIGNMENT_WORDS) * _ALIGNMENT_WORDS
+        self._counts, self._used = counts, at
+        if at > self._words.size:
+            self._allocate(1 << (at - 1).bit_length())
+
+    def host(self, name: str) -> Words:
+        """The field to be written; `upload` takes it along."""
+        first, count = self._places[name]
+        return self._words[first : first + count]
+
+    def device(self, name: str) -> Tensor:
+        """The field as int32 on the device."""
+        first, count = self._places[name]
+        return self._on_device[first : first + count]
+
+    def upload(self) -> None:
+        """Copies every field. The host's side may be written again once the step is over."""
+        used = slice(self._used)
+        self._on_device[used].copy_(self._host[used], non_blocking=True)
