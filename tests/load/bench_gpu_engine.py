@@ -61,7 +61,7 @@ def write_random(directory: Path, shape: str) -> None:
 
 
 def load(directory: Path, **options: object) -> NativeEngine:
-    base = EngineConfig(model=str(directory), device="cuda", kv_memory_mb=8192, max_length=4096)
+    base = EngineConfig(model=str(directory), device="cuda", kv_memory_mb=24576, max_length=4096)
     return load_engine(replace(base, **options))
 
 

@@ -48,8 +48,8 @@ def rope_kv_write_ref(
         q.copy_(rotate_ref(q.reshape(q.shape[0], -1, dim), c, s).flatten(1))
     rotated = rotate_ref(k.reshape(-1, kv_heads, dim), c, s)
     values = v.reshape(-1, kv_heads, dim)
-    cache_k.view(-1, kv_heads, dim).index_copy_(0, slots, rotated.to(cache_k.dtype))
-    cache_v.view(-1, kv_heads, dim).index_copy_(0, slots, values.to(cache_v.dtype))
+    cache_k.view(-1, kv_heads, dim).index_copy_(0, slots.long(), rotated.to(cache_k.dtype))
+    cache_v.view(-1, kv_heads, dim).index_copy_(0, slots.long(), values.to(cache_v.dtype))
 
 
 def gumbel_argmax_ref(
