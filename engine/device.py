@@ -80,6 +80,11 @@ def weight_dtype(name: str) -> torch.dtype:
     return _dtype("dtype", name, torch.bfloat16)
 
 
+def activation_dtype(mode: Mode, weights: str) -> str:
+    """By name: Triton's kernels pass on what the weights are, the others fp32."""
+    return str(weight_dtype(weights)).removeprefix("torch.") if mode == "triton" else "float32"
+
+
 def kv_dtype(name: str) -> torch.dtype:
     """fp32 unless named otherwise. Raises SettingRefused."""
     return _dtype("kv_dtype", name, torch.float32, _KV_DTYPES)

@@ -14,6 +14,7 @@ from engine.colocated import Group, Target, describe
 from engine.config import EngineConfig
 from engine.default_model import resolve_model
 from engine.device import (
+    activation_dtype,
     device_name,
     kernel_mode,
     numerics_fingerprint,
@@ -61,6 +62,7 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
         method="draft_model" if config.role == "draft" else "",
         query_tokens=config.exact_width if config.role == "target" else 1,
         device=device,
+        dtype=activation_dtype(mode, config.dtype),
     )
     # Nothing after this sees "auto".
     config = replace(config, kv_dtype=attention.geometry.dtype)

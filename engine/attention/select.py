@@ -89,14 +89,15 @@ def resolve_attention(
     method: str = "",
     query_tokens: int = 1,
     device: torch.device | str = "cpu",
+    dtype: str = "",
     target: Resolution | None = None,
     group: KVGroup | None = None,
 ) -> Resolution:
     """Resolves before any weight is read. Raises AttentionRefused with every candidate's reasons.
 
     `target` is that of the target whose page tables a draft shares; `group` None takes the kind of
-    KV group that the two models' attention allows. Activations are fp32 on the CPU and bf16 on a
-    GPU, so that is what `kv_dtype` auto becomes. `native` matters on the CPU only. With `latent`
+    KV group that the two models' attention allows. `dtype` is that of the
+    activations, and what `kv_dtype` auto becomes: without it fp32 on the CPU and bf16 on a GPU. `native` matters on the CPU only. With `latent`
     attention `head_dim` is what is cached.
     """
     where = torch.device(device)
@@ -108,7 +109,7 @@ def resolve_attention(
         kv_heads=kv_heads,
         head_size=head_dim,
         modes=tuple(modes),
-        dtype="bfloat16" if on_gpu else "float32",
+        dtype=dtype or ("bfloat16" if on_gpu else "float32"),
         latent=latent,
     )
     request = Request(
