@@ -168,9 +168,4 @@ class NativeEngine:
         following = item.context[item.start + 1 : item.prompt_len][: len(item.ids)]
         rows = self._item_rows(placed, (self._info.layer_count - 1,), taps, tap_rows)
         assert rows is not None
-        return score_rows(rows, self._head, following, item.prompt_logprobs)
-
-    def _head(self, rows: Tensor) -> Tensor:
-        """fp32 logits of outputs of the last layer [rows, hidden]."""
-        model = self._model
-        return model.head(model.kernels.rms_norm(rows, model.norm, model.config.rms_eps))
+        return score_rows(rows, self._model.logits_of, following, item.prompt_logprobs)

@@ -87,8 +87,10 @@ def _names(handle: Any) -> list[str]:
 class Weights:
     """Tensors of a checkpoint, read by name and shape. `finish` refuses what nobody asked for."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.dtype, self.device = dtype, torch.device(device)
         self._files: dict[str, Any] = {}
         self._taken: set[str] = set()
         home: dict[str, str] = {}
@@ -125,7 +127,7 @@ class Weights:
             )
         self._taken.add(name)
         tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(self.dtype)
+        return tensor.to(self.device, self.dtype)
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Raises for tensors that the model did not take (`ignored`: endings known to be

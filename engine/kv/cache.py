@@ -38,8 +38,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class KVCache:
-    """Tensors of one KV group: `k[layer]` and `v[layer]` are [pages, page_tokens, kv_heads,
-    head_dim]."""
+    """Tensors of one KV group: `data` [layers, 2, pages, page_tokens, kv_heads, head_dim] and its
+    parts `k[layer]` and `v[layer]`.
+    """
 
     def __init__(
         self, geometry: KVGeometry, page_count: int, device: torch.device | str = "cpu"
@@ -53,12 +54,12 @@ class KVCache:
             geometry.kv_heads,
             geometry.head_dim,
         )
-        self._data = zeros(shape, geometry.dtype, torch.device(device))
-        allocated = self._data.numel() * self._data.element_size()
+        self.data = zeros(shape, geometry.dtype, torch.device(device))
+        allocated = self.data.numel() * self.data.element_size()
         expected = geometry.bytes_per_token * geometry.page_tokens * page_count
         assert allocated == expected, f"allocated {allocated} bytes, geometry says {expected}"
-        self.k = [self._data[layer, 0] for layer in range(geometry.layers)]
-        self.v = [self._data[layer, 1] for layer in range(geometry.layers)]
+        self.k = [self.data[layer, 0] for layer in range(geometry.layers)]
+        self.v = [self.data[layer, 1] for layer in range(geometry.layers)]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores k, v [rows, kv_heads, head_dim] at flat slots [rows] (int64)."""
@@ -67,4 +68,4 @@ class KVCache:
 
     def copy_page(self, source: int, to: int) -> None:
         """Copies one page of every layer."""
-        self._data[:, :, to] = self._data[:, :, source]
+        self.data[:, :, to] = self.data[:, :, source]

@@ -24,10 +24,10 @@ from engine.device import kv_dtype, use_native
 from engine.errors import CheckpointError
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool, PageTable
-from engine.linear import Int8Linear, Linear, pack_linear
+from engine.linear import Int8Linear, Linear
 from engine.models.config import ModelConfig, from_hf
 from engine.models.dflash_config import DFlashConfig, parse_dflash
-from engine.models.layers import NATIVE, TORCH, head_norm
+from engine.models.layers import NATIVE, TORCH, HeadNorms, QkvShape, RopeTables, Rows
 from engine.models.rope import rope_tables
 from engine.weights import Weights, fingerprint, read_json
 
@@ -77,8 +77,7 @@ class ContextRows:
 class _Layer:
     input_norm: Tensor
     qkv: Linear
-    q_norm: Tensor
-    k_norm: Tensor
+    head_norms: HeadNorms
     o: Linear
     post_norm: Tensor
     gate_up: Linear
@@ -124,7 +123,6 @@ class DFlashModel:
         self.config = config
         native = use_native(options.kernels)
         self.kernels = NATIVE if native else TORCH
-        self._mode = self.kernels.mode
         self.pool = PagePool(options.page_count, options.page_tokens)
         geometry = KVGeometry(
             config.layer_count,
@@ -137,10 +135,11 @@ class DFlashModel:
         self._backend, self.attention = make_backend(attention, self.cache), attention.report()
         self._embedding = embedding
         head = head[: options.head_rows or head.shape[0]]
-        self._head = Int8Linear(head) if options.int8_head else pack_linear(head, self._mode)
-        self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_positions)
+        self._head = Int8Linear(head) if options.int8_head else self.kernels.pack(head)
+        self._rope = RopeTables(*rope_tables(config.rope, config.head_dim, config.max_positions))
+        self._shape = QkvShape(config.heads, config.kv_heads, config.head_dim)
         d = config.hidden_size
-        self._fc = pack_linear(draft.take("fc.weight", d, config.row_width), self._mode)
+        self._fc = self.kernels.pack(draft.take("fc.weight", d, config.row_width))
         self._hidden_norm = draft.take("hidden_norm.weight", d).float()
         self._norm = draft.take("norm.weight", d).float()
         self._layers: list[_Layer] = []
@@ -149,7 +148,8 @@ class DFlashModel:
             context.append(self._take_layer(draft, index))
         draft.finish()
         # One product gives the context keys and values of every layer.
-        self._context_kv = pack_linear(torch.cat(context), self._mode)
+        self._context_kv = self.kernels.pack(torch.cat(context))
+        self._k_norms = torch.stack([layer.head_norms[1] for layer in self._layers])
 
     @property
     def max_draft_tokens(self) -> int:
@@ -160,7 +160,7 @@ class DFlashModel:
         """Reads layer `index`; returns its key and value weights."""
         c, prefix = self.config, f"layers.{index}"
         d, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        take = draft.take
+        take, pack = draft.take, self.kernels.pack
         w_q = take(f"{prefix}.self_attn.q_proj.weight", q, d)
         w_kv = torch.cat(
             [take(f"{prefix}.self_attn.{name}_proj.weight", kv, d) for name in ("k", "v")]
@@ -174,21 +174,18 @@ class DFlashModel:
         self._layers.append(
             _Layer(
                 input_norm=take(f"{prefix}.input_layernorm.weight", d).float(),
-                qkv=pack_linear(torch.cat((w_q, w_kv)), self._mode),
-                q_norm=take(f"{prefix}.self_attn.q_norm.weight", c.head_dim).float(),
-                k_norm=take(f"{prefix}.self_attn.k_norm.weight", c.head_dim).float(),
-                o=pack_linear(take(f"{prefix}.self_attn.o_proj.weight", d, q), self._mode),
-                post_norm=take(f"{prefix}.post_attention_layernorm.weight", d).float(),
-                gate_up=pack_linear(gate_up, self._mode),
-                down=pack_linear(
-                    take(f"{prefix}.mlp.down_proj.weight", d, c.intermediate_size), self._mode
+                qkv=pack(torch.cat((w_q, w_kv))),
+                head_norms=(
+                    take(f"{prefix}.self_attn.q_norm.weight", c.head_dim).float(),
+                    take(f"{prefix}.self_attn.k_norm.weight", c.head_dim).float(),
                 ),
+                o=pack(take(f"{prefix}.self_attn.o_proj.weight", d, q)),
+                post_norm=take(f"{prefix}.post_attention_layernorm.weight", d).float(),
+                gate_up=pack(gate_up),
+                down=pack(take(f"{prefix}.mlp.down_proj.weight", d, c.intermediate_size)),
             )
         )
         return w_kv
-
-    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return head_norm(self.kernels, x, weight, self.config.rms_eps)
 
     def write_context(self, table: PageTable, start: int, rows: Tensor, origin: int = 0) -> None:
         """Stores K/V of positions [start, start + len(rows)) and sets the table's length to their
@@ -230,19 +227,10 @@ class DFlashModel:
     def _write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         c = self.config
         x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, c.rms_eps)
-        kv = self._context_kv(x)
-        width = c.kv_heads * c.head_dim
-        for index, layer in enumerate(self._layers):
-            k = kv[:, 2 * index * width : (2 * index + 1) * width]
-            v = kv[:, (2 * index + 1) * width : (2 * index + 2) * width]
-            k = self._head_norm(k, layer.k_norm)
-            self._store(index, None, k, v, positions, slots)
-
-    def _store(
-        self, index: int, q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor
-    ) -> None:
-        caches = self.cache.k[index], self.cache.v[index]
-        self.kernels.rope_kv_write(q, k, v, self._cos, self._sin, positions, *caches, slots)
+        kv, shape = self._context_kv(x), (c.kv_heads, c.head_dim)
+        self.kernels.store_context(
+            kv, shape, self._k_norms, c.rms_eps, self._rope, positions, slots, self.cache.data
+        )
 
     @torch.inference_mode()
     def propose_logits(self, blocks: Sequence[Block], count: int | None = None) -> Tensor:
@@ -287,25 +275,23 @@ class DFlashModel:
             first = block.start - block.origin
             spans.append(Span(block.table, first, row * b, b))
             slots += [block.table.slot(first + s) for s in range(b)]
-        plan = self._backend.plan(spans)
-        slot_ids = torch.tensor(slots, dtype=torch.int64)
-        residual = self._embedding[ids.flatten()].float()
-        x = self.kernels.rms_norm(residual, self._layers[0].input_norm, c.rms_eps)
-        q_width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        return self._run(
+            Rows(ids.flatten(), positions, torch.tensor(slots), self._backend.plan(spans))
+        )
+
+    def _run(self, rows: Rows) -> Tensor:
+        run, eps = self.kernels, self.config.rms_eps
+        residual = run.embed(rows.ids, self._embedding)
+        delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(x)
-            q, k = qkv[:, :q_width], qkv[:, q_width : q_width + kv_width]
-            v = qkv[:, q_width + kv_width :]
-            q, k = self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)
-            self._store(index, q, k, v, positions, slot_ids)
-            attended = self._backend.run(plan, index, q.view(-1, c.heads, c.head_dim))
-            x = layer.o(attended.reshape(-1, q_width))
-            x = self.kernels.add_rms_norm(x, residual, layer.post_norm, c.rms_eps)
-            x = layer.down(self.kernels.silu_mul(layer.gate_up(x)))
-            last = index + 1 == len(self._layers)
-            norm = self._norm if last else self._layers[index + 1].input_norm
-            x = self.kernels.add_rms_norm(x, residual, norm, c.rms_eps)
-        return x
+            qkv = run.norm_linear(residual, delta, layer.input_norm, eps, layer.qkv)
+            pages = self.cache.k[index], self.cache.v[index]
+            q = run.store(qkv, self._shape, layer.head_norms, eps, self._rope, rows, pages)
+            attended = self._backend.run(rows.plan, index, q).flatten(1)
+            delta = run.linear_add(attended, layer.o, residual)
+            inner = run.norm_gated(residual, delta, layer.post_norm, eps, layer.gate_up)
+            delta = run.linear_add(inner, layer.down, residual)
+        return run.norm(residual, delta, self._norm, eps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from engine.attention.resolution import Resolution
 from engine.default_model import resolve_model
 from engine.errors import CheckpointError
-from engine.linear import pack_linear
 from engine.models.config import from_hf
 from engine.models.dflash import (
     Block,
@@ -75,7 +74,7 @@ class DSparkModel(DFlashModel):
             name, bias = "confidence_head.proj.bias", torch.zeros(1)
             self._confidence = weight, draft.take(name, 1).float() if name in draft else bias
         super().__init__(body, draft, embedding, head, options, attention)
-        self._w2 = pack_linear(w2[: options.head_rows or None], self._mode)
+        self._w2 = self.kernels.pack(w2[: options.head_rows or None])
 
     @torch.inference_mode()
     def propose(

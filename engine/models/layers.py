@@ -1,4 +1,9 @@
-"""Parts that target and drafters share: the choice of kernels, projections, the gated MLP."""
+"""Parts that target and drafters share: the operators of a forward, projections, the gated MLP.
+
+The residual stream is fp32. A layer's output reaches it through a `delta`: what a kernel has not
+added yet, or None where it has. So the addition can be fused with the norm that follows (C) or with
+the product that comes before (Triton), and a model's forward is the same text for both.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,49 @@ from engine.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The packed rows of one forward: ids, positions and flat KV slots, each an integer tensor
+    [rows], and the attention plan.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    plan: Any
+
+
+@dataclass(frozen=True, slots=True)
+class QkvShape:
+    """A fused projection [rows, (heads + 2 * kv_heads) * head_dim]: queries, keys, values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTables:
+    """cos and sin fp32 [positions, head_dim / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+# Norm weights [head_dim] of a layer's queries and keys.
+HeadNorms = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
 class Kernels:
-    """One way to run every operator: C kernels, or plain torch throughout."""
+    """One way to run every operator, made of the small ones; Triton's fuses more (`triton_ops`)."""
 
     mode: Mode
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -24,6 +70,89 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     rope_kv_write: Callable[..., None]
     gumbel_argmax: Callable[..., Tensor]
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return pack_linear(weight, self.mode, bias)
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of the table [vocab, hidden] as the residual stream, fp32 [rows, hidden]."""
+        return table[ids].float()
+
+    def norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Adds `delta` to the residual stream in place; the norm of that."""
+        if delta is None:
+            return self.rms_norm(residual, weight, eps)
+        return self.add_rms_norm(delta, residual, weight, eps)
+
+    def norm_linear(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, linear: Linear
+    ) -> Tensor:
+        return linear(self.norm(residual, delta, weight, eps))
+
+    def norm_gated(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear
+    ) -> Tensor:
+        """silu(gate(x)) * up(x) of the normed stream; gate and up are one product."""
+        return self.silu_mul(gate_up(self.norm(residual, delta, weight, eps)))
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor | None:
+        """residual += linear(x), or the delta that is to be added."""
+        return linear(x)
+
+    def head(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        linear: Linear,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """fp32 logits of the rows named (None: all); adds `delta` like `norm`."""
+        x = self.norm(residual, delta, weight, eps)
+        return linear(x if rows is None else x[rows])
+
+    def store(
+        self,
+        qkv: Tensor,
+        shape: QkvShape,
+        norms: HeadNorms | None,
+        eps: float,
+        rope: RopeTables,
+        rows: Rows,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Norms and rotates queries and keys, writes keys and values at the rows' slots; the
+        queries [rows, heads, head_dim].
+        """
+        q = qkv[:, : shape.query]
+        k, v = qkv[:, shape.query : shape.query + shape.kv], qkv[:, shape.query + shape.kv :]
+        if norms is not None:
+            q, k = head_norm(self, q, norms[0], eps), head_norm(self, k, norms[1], eps)
+        self.rope_kv_write(q, k, v, rope.cos, rope.sin, rows.positions, *cache, rows.slots)
+        return q.view(-1, shape.heads, shape.head_dim)
+
+    def store_context(
+        self,
+        kv: Tensor,
+        kv_shape: tuple[int, int],
+        norms: Tensor,
+        eps: float,
+        rope: RopeTables,
+        positions: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+    ) -> None:
+        """Keys (normed, rotated) and values of every layer, out of one product [rows, layers * 2 *
+        kv_heads * head_dim]; `norms` [layers, head_dim], `cache` [layers, 2, pages, ...].
+        """
+        width = kv_shape[0] * kv_shape[1]
+        for layer, weight in enumerate(norms):
+            first = 2 * layer * width
+            k, v = kv[:, first : first + width], kv[:, first + width : first + 2 * width]
+            k = head_norm(self, k, weight, eps)
+            caches = cache[layer, 0], cache[layer, 1]
+            self.rope_kv_write(None, k, v, rope.cos, rope.sin, positions, *caches, slots)
 
 
 NATIVE = Kernels(
@@ -44,18 +173,6 @@ TORCH = Kernels(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The packed rows of one forward: ids, positions and flat KV slots, each int64 [rows], and the
-    attention plan.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    plan: Any
-
-
 def head_norm(kernels: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm of each head of x [rows, heads * head_dim]; weight [head_dim]."""
     heads = x.reshape(-1, weight.shape[0])
@@ -63,7 +180,7 @@ def head_norm(kernels: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor
 
 
 def projection(
-    weights: Weights, mode: Mode, parts: dict[str, int], columns: int, bias: bool = False
+    weights: Weights, kernels: Kernels, parts: dict[str, int], columns: int, bias: bool = False
 ) -> Linear:
     """One product for projections of the same input: their rows one below the other. `parts` maps
     a projection's name to its rows.
@@ -72,7 +189,7 @@ def projection(
     offsets = None
     if bias:
         offsets = torch.cat([weights.take(f"{n}.bias", rows) for n, rows in parts.items()])
-    return pack_linear(stacked, mode, offsets)
+    return kernels.pack(stacked, offsets)
 
 
 def norm_weight(weights: Weights, name: str, width: int) -> Tensor:
@@ -92,9 +209,8 @@ class Mlp:
         bias: bool = False,
     ) -> None:
         both = {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner}
-        self.gate_up = projection(weights, kernels.mode, both, hidden, bias)
-        down = {f"{prefix}.down_proj": hidden}
-        self.down = projection(weights, kernels.mode, down, inner, bias)
+        self.gate_up = projection(weights, kernels, both, hidden, bias)
+        self.down = projection(weights, kernels, {f"{prefix}.down_proj": hidden}, inner, bias)
         self._silu_mul = kernels.silu_mul
 
     def __call__(self, x: Tensor) -> Tensor:

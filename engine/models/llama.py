@@ -12,9 +12,18 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.errors import CheckpointError
 from engine.kv.cache import KVCache
-from engine.linear import Linear, pack_linear
+from engine.linear import Linear
 from engine.models.config import ModelConfig
-from engine.models.layers import Kernels, Mlp, Rows, head_norm, norm_weight, projection
+from engine.models.layers import (
+    HeadNorms,
+    Kernels,
+    Mlp,
+    QkvShape,
+    RopeTables,
+    Rows,
+    norm_weight,
+    projection,
+)
 from engine.models.rope import rope_tables
 from engine.weights import Weights
 
@@ -30,15 +39,16 @@ class LlamaLayer:
         query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         widths = {"q_proj": query, "k_proj": kv, "v_proj": kv}
         parts = {f"{prefix}.self_attn.{name}": rows for name, rows in widths.items()}
-        self.qkv = projection(weights, kernels.mode, parts, c.hidden_size, c.qkv_bias)
+        self.qkv = projection(weights, kernels, parts, c.hidden_size, c.qkv_bias)
         out = {f"{prefix}.self_attn.o_proj": c.hidden_size}
-        self.out = projection(weights, kernels.mode, out, query, c.out_bias)
-        self.q_norm = self.k_norm = None
+        self.out = projection(weights, kernels, out, query, c.out_bias)
+        self.head_norms: HeadNorms | None = None
         if c.head_norms:
-            self.q_norm, self.k_norm = (
+            q_norm, k_norm = (
                 norm_weight(weights, f"{prefix}.self_attn.{name}.weight", c.head_dim)
                 for name in ("q_norm", "k_norm")
             )
+            self.head_norms = q_norm, k_norm
         self.mlp = Mlp(
             weights, f"{prefix}.mlp", c.hidden_size, c.intermediate_size, kernels, c.mlp_bias
         )
@@ -68,7 +78,9 @@ class LlamaModel:
         self.layers = [LlamaLayer(i, c, weights, kernels) for i in range(c.layer_count)]
         self.norm = norm_weight(weights, "model.norm.weight", c.hidden_size)
         weights.finish(_REDUNDANT)
-        self.cos, self.sin = rope_tables(c.rope, c.head_dim, max_length + padding, max_length)
+        cos, sin = rope_tables(c.rope, c.head_dim, max_length + padding, max_length)
+        self.rope = RopeTables(cos.to(weights.device), sin.to(weights.device))
+        self._qkv = QkvShape(c.heads, c.kv_heads, c.head_dim)
 
     @property
     def rows_independent(self) -> bool:
@@ -89,41 +101,45 @@ class LlamaModel:
         `tap_rows` [rows, len(taps) * hidden] gets the residual stream after each tap layer, before
         any final norm.
         """
-        eps, hidden = self.config.rms_eps, self.config.hidden_size
-        residual = self.embedding[rows.ids].float()
-        x = self.kernels.rms_norm(residual, self.layers[0].norm, eps)
+        run, eps = self.kernels, self.config.rms_eps
+        residual = run.embed(rows.ids, self.embedding)
+        tapped = _Taps(taps, tap_rows, residual)
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            attended = self._attend(index, layer, x, rows, cache, backend)
-            x = self.kernels.add_rms_norm(layer.out(attended), residual, layer.mlp_norm, eps)
-            x = layer.mlp(x)
-            following = self.layers[index + 1].norm if index + 1 < len(self.layers) else self.norm
-            x = self.kernels.add_rms_norm(x, residual, following, eps)
-            if tap_rows is not None and index in taps:
-                column = taps.index(index) * hidden
-                tap_rows[:, column : column + hidden] = residual
-        return None if draw_rows is None else self.head(x[draw_rows])
+            qkv = run.norm_linear(residual, delta, layer.norm, eps, layer.qkv)
+            tapped.take(index - 1)
+            pages = cache.k[index], cache.v[index]
+            q = run.store(qkv, self._qkv, layer.head_norms, eps, self.rope, rows, pages)
+            attended = backend.run(rows.plan, index, q).flatten(1)
+            delta = run.linear_add(attended, layer.out, residual)
+            inner = run.norm_gated(residual, delta, layer.mlp_norm, eps, layer.mlp.gate_up)
+            delta = run.linear_add(inner, layer.mlp.down, residual)
+        logits = None
+        if draw_rows is not None:
+            logits = run.head(residual, delta, self.norm, eps, self.head, draw_rows)
+        elif delta is not None:
+            residual += delta
+        tapped.take(len(self.layers) - 1)
+        return logits
 
-    def _attend(
-        self,
-        index: int,
-        layer: LlamaLayer,
-        x: Tensor,
-        rows: Rows,
-        cache: KVCache,
-        backend: AttentionBackend,
-    ) -> Tensor:
-        c = self.config
-        query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        qkv = layer.qkv(x)
-        q = qkv[:, :query]
-        k, v = qkv[:, query : query + kv], qkv[:, query + kv :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = head_norm(self.kernels, q, layer.q_norm, c.rms_eps)
-            k = head_norm(self.kernels, k, layer.k_norm, c.rms_eps)
-        self.kernels.rope_kv_write(
-            q, k, v, self.cos, self.sin, rows.positions, cache.k[index], cache.v[index], rows.slots
-        )
-        return backend.run(rows.plan, index, q.view(-1, c.heads, c.head_dim)).flatten(1)
+    def logits_of(self, outputs: Tensor) -> Tensor:
+        """fp32 logits of outputs of the last layer, fp32 [rows, hidden]."""
+        return self.kernels.head(outputs, None, self.norm, self.config.rms_eps, self.head, None)
+
+
+class _Taps:
+    """Copies the residual stream after the layers asked for, side by side."""
+
+    def __init__(self, taps: Sequence[int], to: Tensor | None, residual: Tensor) -> None:
+        self._column = {} if to is None else {tap: i for i, tap in enumerate(taps)}
+        self._to, self._residual = to, residual
+
+    def take(self, layer: int) -> None:
+        """The stream holds the output of `layer` now."""
+        if self._to is not None and layer in self._column:
+            hidden = self._residual.shape[1]
+            first = self._column[layer] * hidden
+            self._to[:, first : first + hidden] = self._residual
 
 
 def load_head(
@@ -140,4 +156,4 @@ def load_head(
                 f"tensor {_HEAD} differs from the embedding; accepted with tie_word_embeddings: "
                 "an equal copy, or none"
             )
-    return pack_linear(full[:rows] if rows else full, kernels.mode)
+    return kernels.pack(full[:rows] if rows else full)
