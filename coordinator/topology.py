@@ -32,6 +32,10 @@ class StepTimes:
     def __bool__(self) -> bool:
         return bool(self._levels)
 
+    @property
+    def most_sessions(self) -> int:
+        return self._levels[-1][0]
+
     def ms(self, tokens: int, sessions: int) -> float:
         points = [(level, line(times, tokens)) for level, times in self._levels]
         return line(points, sessions)

@@ -28,6 +28,7 @@ class Report:
     even_with_colocated_ms: float | None
     even_with_plain_ms: float | None
     rooms: list[Room]
+    notes: list[str]
 
     @property
     def rounds(self) -> tuple[Round, Round, Round]:
@@ -49,6 +50,7 @@ class Report:
                 "plain": self.even_with_plain_ms,
             },
             "rooms": [asdict(room) for room in self.rooms],
+            "notes": self.notes,
         }
 
 
@@ -61,4 +63,16 @@ def compare(work: Work, link: Link, rooms: list[Room]) -> Report:
         even_with_colocated_ms=break_even_ms(work, link, beside),
         even_with_plain_ms=break_even_ms(work, link, without),
         rooms=rooms,
+        notes=_notes(work),
     )
+
+
+def _notes(work: Work) -> list[str]:
+    """Where times are guesses: beyond the sessions that they are known for."""
+    known = {"verify": work.verify, "draft": work.draft, "co-located draft": work.colocated_draft}
+    return [
+        f"{name}: no times of more than {times.most_sessions} sessions at once; {work.batch} are a "
+        "guess from those"
+        for name, times in known.items()
+        if times.most_sessions < work.batch and not (name != "draft" and times is work.draft)
+    ]

@@ -71,6 +71,7 @@ def _words(report: Report) -> list[str]:
         "separate speculation does not pay at any round trip"
         if plain is None
         else f"separate speculation pays below a round trip of {plain:.2f} ms to the draft",
+        *report.notes,
     ]
 
 

@@ -97,8 +97,8 @@ def resolve_attention(
 
     `target` is that of the target whose page tables a draft shares; `group` None takes the kind of
     KV group that the two models' attention allows. `dtype` is that of the
-    activations, and what `kv_dtype` auto becomes: without it fp32 on the CPU and bf16 on a GPU. `native` matters on the CPU only. With `latent`
-    attention `head_dim` is what is cached.
+    activations, and what `kv_dtype` auto becomes: without it fp32 on the CPU and bf16 on a GPU.
+    `native` matters on the CPU only. With `latent` attention `head_dim` is what is cached.
     """
     where = torch.device(device)
     on_gpu = where.type == "cuda"

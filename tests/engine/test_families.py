@@ -339,7 +339,7 @@ def test_every_family_is_tested() -> None:
         "max_position_embeddings",
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "deepseek" not in family])
 def test_dimensions_beyond_any_model_are_refused_before_memory_is_taken(
     family: str, key: str
 ) -> None:

@@ -1,0 +1,39 @@
+"""The engine on a GPU: the same text as with torch's operators, drafts or none, alone or not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from engine.device import kernel_mode, resolve_device
+from engine.errors import BackendUnavailable
+
+
+def run(*arguments: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.engine.device_check", *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.endswith("equal\n")
+
+
+@pytest.mark.timeout(300)
+def test_triton_kernels_give_the_text_of_torch_operators() -> None:
+    """Under the interpreter: prompt chunks, verify blocks, filters, taps."""
+    run()
+
+
+@pytest.mark.gpu
+def test_the_same_on_a_gpu_with_graphs() -> None:
+    run("--cuda")
+
+
+def test_what_cannot_be_had_is_refused_by_name() -> None:
+    with pytest.raises(BackendUnavailable, match=r"device 'tpu' .*accepted: auto, cpu, cuda"):
+        resolve_device("tpu")
+    with pytest.raises(BackendUnavailable, match="cannot be used: drafts run here"):
+        resolve_device("cuda", gpu="drafts run here")
+    assert resolve_device("auto", gpu="drafts run here").type == "cpu"
+    with pytest.raises(BackendUnavailable, match="kernels 'native' cannot be used"):
+        kernel_mode("native", resolve_device("cpu").__class__("cuda"))

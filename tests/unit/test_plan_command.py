@@ -1,0 +1,197 @@
+"""`specwire plan` from the outside: options and workers in, JSON and tables out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.cli import main
+from specwire.v1 import (
+    common_pb2,
+    draft_pb2,
+    draft_pb2_grpc,
+    generate_pb2_grpc,
+    target_pb2,
+    target_pb2_grpc,
+)
+from tests.unit.test_footprint import DRAFT, TARGET
+
+GIVEN = ("--k", "4", "--verify-ms", "12", "--plain-ms", "10", "--draft-ms", "4")
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command: exit status, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["specwire", "plan", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        output = capsys.readouterr()
+        return int(caught.value.code or 0), output.out, output.err
+
+    return run
+
+
+def points(anchor: int, table: dict[tuple[int, int], float]) -> list[common_pb2.StepCost]:
+    return [
+        common_pb2.StepCost(
+            rows=k + anchor, sessions=s, context_tokens=64, compute_ns=int(ms * 1e6)
+        )
+        for (k, s), ms in table.items()
+    ]
+
+
+class Target(target_pb2_grpc.TargetServiceServicer):
+    def GetInfo(self, request: Any, context: Any) -> Any:
+        return target_pb2.TargetServiceGetInfoResponse(
+            worker=common_pb2.WorkerInfo(device="cpu"),
+            model=common_pb2.ModelInfo(name="toy"),
+            max_draft_tokens=7,
+            costs=points(1, {(0, 1): 10.0, (4, 1): 12.0, (0, 4): 20.0, (4, 4): 24.0}),
+        )
+
+
+class Draft(draft_pb2_grpc.DraftServiceServicer):
+    def GetInfo(self, request: Any, context: Any) -> Any:
+        rows = common_pb2.RowFormat(width=100, dtype=common_pb2.D_TYPE_BFLOAT16)
+        drafters = [
+            draft_pb2.DrafterInfo(method="ngram", max_draft_tokens=9),
+            draft_pb2.DrafterInfo(
+                method="dflash",
+                max_draft_tokens=4,
+                is_default=True,
+                row_format=rows,
+                costs=points(0, {(4, 1): 4.0, (4, 4): 6.0}),
+            ),
+        ]
+        return draft_pb2.DraftServiceGetInfoResponse(drafters=drafters)
+
+
+@contextmanager
+def serving(directory: Path, *roles: str) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    if "target" in roles:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(Target(), server)
+    if "draft" in roles:
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(Draft(), server)
+    if "other" in roles:
+        generate_pb2_grpc.add_GenerationServiceServicer_to_server(
+            generate_pb2_grpc.GenerationServiceServicer(), server
+        )
+    address = f"unix:{directory}/{'-'.join(roles)}"
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield address
+    finally:
+        server.stop(0).wait()
+
+
+def test_times_given_by_hand(plan: Any) -> None:
+    code, out, _ = plan(*GIVEN, "--tau", "2.5", "--rtt-ms", "3", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["better"] == "co-located"
+    rounds = found["rounds"]
+    assert rounds["plain"]["cycle_ms"] == pytest.approx(10.0)
+    assert rounds["co-located"]["cycle_ms"] == pytest.approx(16.5)
+    assert rounds["separate"]["cycle_ms"] == pytest.approx(20.0)
+    assert rounds["separate"]["tokens_per_s"] == pytest.approx(125.0)
+    assert found["break_even_rtt_ms"]["co-located"] is None
+    assert found["break_even_rtt_ms"]["plain"] == pytest.approx(8.0)
+
+
+def test_the_table_says_it_in_words(plan: Any, tmp_path: Path) -> None:
+    for name, config in (("target", TARGET), ("draft", DRAFT)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    sizes = ("--target", f"{tmp_path}/target.json", "--draft", f"{tmp_path}/draft.json")
+    code, out, _ = plan(*GIVEN, "--acceptance", "0.8", *sizes, "--memory-gb", "80")
+    assert code == 0
+    assert "rows of 40,960 bytes" in out and "better: co-located" in out
+    assert "separate speculation pays below a round trip of" in out
+    assert "co-located, same_cache" in out and "147,456" in out and "167,936" in out
+
+
+def test_a_load_beyond_the_times_is_called_a_guess(plan: Any) -> None:
+    given = (
+        "--k",
+        "4",
+        "--tau",
+        "2",
+        "--verify-ms",
+        "1:12,8:20",
+        "--draft-ms",
+        "1:4,4:6",
+        "--json",
+    )
+    assert json.loads(plan(*given, "--batch", "4")[1])["notes"] == []
+    notes = json.loads(plan(*given, "--batch", "6")[1])["notes"]
+    assert len(notes) == 1 and notes[0].startswith("draft: no times of more than 4 sessions")
+    assert len(json.loads(plan(*given, "--batch", "9")[1])["notes"]) == 2
+
+
+def test_running_workers_tell_times_rows_and_limits(plan: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, "target") as target, serving(tmp_path, "draft") as draft:
+        workers = ("--from", target, "--from", draft, "--acceptance", "0.9", "--json")
+        code, out, _ = plan(*workers, "--batch", "4", "--rtt-ms", "1")
+        assert code == 0
+        found = json.loads(out)
+        assert found["row_bytes"] == 200
+        separate = found["rounds"]["separate"]
+        assert (separate["k"], separate["verify_ms"], separate["draft_ms"]) == (4, 24.0, 6.0)
+        assert found["rounds"]["plain"]["verify_ms"] == 20.0
+        # One that was measured: a wire is there, and none takes a second on one machine.
+        measured = json.loads(plan(*workers, "--exchange-ms", "0")[1])["link"]["rtt_ms"]
+        assert 0 < measured < 1000
+        code, _, err = plan(*workers, "--method", "dspark")
+        assert code == 1
+        assert "ngram, dflash" in err
+        assert plan(*workers, "--k", "5")[0] == 2
+    with serving(tmp_path, "target", "draft") as both:
+        code, out, _ = plan("--from", both, "--acceptance", "0.9", "--json")
+        assert code == 0 and json.loads(out)["rounds"]["co-located"]["verify_ms"] == 12.0
+
+
+def test_who_is_no_worker_and_who_is_not_there(plan: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, "other") as other:
+        code, _, err = plan("--from", other, "--acceptance", "0.9")
+        assert code == 2 and "addresses of targets and drafts" in err
+    nobody = f"unix:{tmp_path}/nobody"
+    code, _, err = plan("--from", nobody, "--acceptance", "0.9")
+    assert code == 1 and f"no server answers at {nobody}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((*GIVEN,), "--tau"),
+        ((*GIVEN, "--tau", "2", "--acceptance", "0.5"), "--tau"),
+        ((*GIVEN, "--tau", "7"), "--tau"),
+        ((*GIVEN[2:], "--tau", "2"), "--tau"),
+        ((*GIVEN[2:], "--acceptance", "0.5"), "--k"),
+        ((*GIVEN, "--acceptance", "0.5,high"), "--acceptance"),
+        ((*GIVEN, "--acceptance", "1.5"), "--acceptance"),
+        ((*GIVEN[:6], "--tau", "2"), "--draft-ms"),
+        ((*GIVEN, "--tau", "2", "--verify-ms", "0"), "--verify-ms"),
+        ((*GIVEN, "--tau", "2", "--verify-ms", "one:3"), "--verify-ms"),
+        ((*GIVEN, "--tau", "2", "--rtt-ms", "-1"), "--rtt-ms"),
+        ((*GIVEN, "--tau", "2", "--bandwidth-gbit", "0"), "--bandwidth-gbit"),
+        ((*GIVEN, "--tau", "2", "--exchange-ms", "nan"), "--exchange-ms"),
+        ((*GIVEN, "--tau", "2", "--kv-dtype", "int3"), "--kv-dtype"),
+        ((*GIVEN, "--tau", "2", "--target", "nowhere"), "--draft"),
+        ((*GIVEN, "--tau", "2", "--target", "nowhere", "--draft", "nowhere"), "--target"),
+        (("--from", "nonsense", "--acceptance", "0.5"), "--from"),
+        (("--k", "0", "--tau", "1"), "--k"),
+    ],
+)
+def test_what_is_wrong_is_named(plan: Any, arguments: tuple[str, ...], named: str) -> None:
+    code, _, err = plan(*arguments)
+    assert code == 2 and f"error: {named} is" in err and len(err.splitlines()) == 1
