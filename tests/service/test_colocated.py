@@ -439,3 +439,19 @@ async def test_settings_that_do_not_fit_stop_the_start(tmp_path: Path) -> None:
         async with colocated_target(tmp_path / "target", tmp_path / "draft"):
             pass
     assert caught.value.reason is Reason.CHECKPOINT_INVALID
+
+
+@pytest.mark.model
+@METHODS
+async def test_the_default_pair_in_one_process(method: str) -> None:
+    """The shipped drafts beside their target: the text of plain decoding, in fewer steps."""
+    prompt = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018]
+    options: dict[str, Any] = {"kernels": "auto", "dtype": "auto", "draft_dtype": "auto"}
+    async with colocated_target(
+        Path("default"), Path("default"), colocate=method, kv_pages=32, **options
+    ) as running:
+        for temperature in (0.0, 0.8):
+            plain = await generate(running.peer(), prompt, 48, 0, temperature=temperature)
+            found = await generate(running.peer(), prompt, 48, 7, temperature=temperature)
+            assert found.tokens == plain.tokens
+            assert len(found.proposals) < 40 and set(found.reasons) <= {"", "k_limit"}

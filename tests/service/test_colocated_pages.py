@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.api import Item
 from engine.runner import NativeEngine
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.sessions import Session
 from tests.engine.test_dflash import BLOCK, write_draft
 from tests.engine.tiny import KERNELS, random_ids, write_llama
 from tests.service.colocated_harness import Colocated, colocated_target, generate
@@ -76,13 +79,13 @@ class Watch:
         self.rounds, self.engine = 0, running.engine
         scheduler = running.app.scheduler
         assert scheduler is not None
-        report, self._scheduler = scheduler._report, scheduler
+        build, self._scheduler = scheduler._batches.build, scheduler
 
-        def watched() -> None:
+        def watched(ready: Iterable[Session], now: float) -> list[tuple[Session, Item]]:
             self.look(self.engine)
-            report()
+            return build(ready, now)
 
-        scheduler._report = watched  # type: ignore[method-assign]
+        scheduler._batches.build = watched  # type: ignore[method-assign]
 
     def look(self, engine: NativeEngine) -> None:
         self.rounds += 1
@@ -91,7 +94,7 @@ class Watch:
         held = {page for table in tables for page in table.pages}
         assert stats.free + len(held) == stats.total, "pages are neither free nor used"
         engine.check_integrity()
-        assert len(pool.index) <= stats.total and not pool._copies
+        assert len(pool.index) <= stats.total
 
 
 class Churn:
@@ -100,7 +103,7 @@ class Churn:
     def __init__(self, running: Colocated, seed: int) -> None:
         self.running, self.chance = running, random.Random(seed)
         self.texts: list[tuple[list[int], int, float, list[int]]] = []
-        self.names = iter(range(1, 10**9))
+        self.names = count(10**6)
         self.done = 0
 
     async def learn(self) -> None:
