@@ -7,9 +7,10 @@ import typer
 from coordinator.bench import bench
 from coordinator.info_view import info
 from coordinator.talk import chat, generate
+from coordinator.topology_command import plan
 from coordinator.up import up
 
 
 def register(app: typer.Typer) -> None:
-    for command in (up, generate, chat, bench, info):
+    for command in (up, generate, chat, bench, info, plan):
         app.command()(command)

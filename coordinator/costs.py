@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from specwire.v1 import common_pb2
+
 # Weight of the newest time in a running mean, and the most that one time may move it: a hiccup
 # must not keep a K from being tried again.
 _WEIGHT, _JUMP = 0.10, 2.0
@@ -25,6 +27,14 @@ class Cost:
     sessions: int
     context: int
     seconds: float
+
+
+def from_wire(given: Iterable[common_pb2.StepCost], anchor: int) -> list[Cost]:
+    """A target's rows hold the anchor and the draft tokens, a draft's the tokens proposed."""
+    return [
+        Cost(max(0, c.rows - anchor), c.sessions, c.context_tokens, c.compute_ns / 1e9)
+        for c in given
+    ]
 
 
 class CostTable:
@@ -53,14 +63,14 @@ class CostTable:
             group: _octaves(group[0], sessions) + _octaves(group[1], context)
             for group in self._groups
         }
-        return _line(self._groups[min(distance, key=distance.__getitem__)], tokens)
+        return line(self._groups[min(distance, key=distance.__getitem__)], tokens)
 
 
 def _octaves(a: int, b: int) -> int:
     return abs(max(a, 1).bit_length() - max(b, 1).bit_length())
 
 
-def _line(points: list[tuple[int, float]], x: int) -> float:
+def line(points: list[tuple[int, float]], x: int) -> float:
     """Through rising points; flat below the first, never falling beyond the last."""
     if x <= points[0][0]:
         return points[0][1]

@@ -7,17 +7,16 @@ are, and serves its sessions only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coordinator.acceptance import Acceptance
 from coordinator.breaker import Breaker
-from coordinator.costs import Cost, Costs
+from coordinator.costs import Costs, from_wire
 from coordinator.handshake import check_drafter
-from coordinator.policy import Acceptance
 from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
 from specwire.errors import SpecwireError
-from specwire.v1 import common_pb2, draft_pb2, target_pb2
+from specwire.v1 import draft_pb2, target_pb2
 
 PLAIN = "plain"
 COLOCATED, SEPARATE = "colocated", "separate"
@@ -91,14 +90,6 @@ def _standing(
     """A new process owes nothing for the old one's lateness; how good it is, is known."""
     return Standing(
         breaker=Breaker(settings.breaker_lates, settings.breaker_open_ms / 1000),
-        costs=Costs(measured_costs(drafter.costs, anchor=0)),
+        costs=Costs(from_wire(drafter.costs, anchor=0)),
         past=known.past if known is not None else Acceptance(),
     )
-
-
-def measured_costs(given: Iterable[common_pb2.StepCost], anchor: int) -> Iterable[Cost]:
-    """A target's rows hold the anchor and the draft tokens, a draft's the tokens proposed."""
-    return [
-        Cost(max(0, c.rows - anchor), c.sessions, c.context_tokens, c.compute_ns / 1e9)
-        for c in given
-    ]

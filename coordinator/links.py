@@ -15,7 +15,7 @@ import grpc
 
 from coordinator.mailbox import Mailbox
 from specwire.errors import Reason, SpecwireError, from_rpc_error
-from specwire.rpc import Message, Outbox, OutboxFull
+from specwire.rpc import HEARTBEAT_SESSIONS, Message, Outbox, OutboxFull
 from specwire.v1 import common_pb2, target_pb2
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Link(Generic[ItemT]):
             except SpecwireError as error:
                 self._lose(error.message, refused=error.reason in _REFUSALS)
             except grpc.RpcError as error:
-                self._lose(from_rpc_error(error).message)
+                self._lose(from_rpc_error(error, self.address).message)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -155,13 +155,14 @@ class Link(Generic[ItemT]):
         while True:
             await asyncio.sleep(self.lease_ms / 3000)
             keys = [self._key(*name) for name in self._mailboxes]
-            self.send(
-                self._heartbeat(
-                    target_pb2.Heartbeat(
-                        coordinator=self._coordinator, sessions=keys, lease_ms=self.lease_ms
-                    )
+            # One without sessions too: it says that the coordinator is there.
+            for start in range(0, len(keys) or 1, HEARTBEAT_SESSIONS):
+                beat = target_pb2.Heartbeat(
+                    coordinator=self._coordinator,
+                    sessions=keys[start : start + HEARTBEAT_SESSIONS],
+                    lease_ms=self.lease_ms,
                 )
-            )
+                self.send(self._heartbeat(beat))
 
     def _key(self, session_id: int, generation: int) -> common_pb2.SessionKey:
         return common_pb2.SessionKey(

@@ -11,73 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.confidence import Calibration
+from coordinator.acceptance import Acceptance, SessionLevel
 from coordinator.costs import Costs
 
-# Rounds until a round counts a third: of one session, and of all that a drafter had.
-_SESSION_DECAY, _DRAFTER_DECAY = 0.96, 0.995
-# How many rounds of the session the drafter's own past is worth.
-_PRIOR_ROUNDS = 4.0
-# Chance assumed of a drafter that was never seen: it gets a try.
-_UNSEEN = 0.7
 # Plain decoding must be better by this share before speculation stops for a while.
 _MARGIN = 1.03
 # Rounds, of the session or of the drafter before it, without which nothing is switched off.
 _EVIDENCE = 16
-# Plain steps before speculation is probed again, doubled after each probe in vain; rounds a probe.
-_PAUSE, _LONGEST_PAUSE, _PROBE_ROUNDS = 16, 256, 2
-# One round of so many tries another K, so that its cost stays known: the next below or above, or
-# none at all, which is what the others are compared with.
-_EXPLORE = 20
-_STEPS = (-1, 1, None, -1, 1, -1, 1)
-
-
-class Acceptance:
-    """Accepted and tried, by position; old rounds fade."""
-
-    __slots__ = ("_decay", "calibration", "hits", "rounds", "trials")
-
-    def __init__(self, decay: float = _DRAFTER_DECAY) -> None:
-        self._decay = decay
-        # What the drafter's confidences are worth.
-        self.calibration = Calibration()
-        self.hits: list[float] = []
-        self.trials: list[float] = []
-        self.rounds = 0
-
-    def note(self, asked: int, accepted: int, withheld: Sequence[float] = ()) -> None:
-        """A round that asked for `asked` tokens; those that never came count as not accepted.
-
-        `withheld` are the chances of tokens that came and were not verified: they count as
-        accepted in part, or rounds cut where the drafter was unsure would flatter it.
-        """
-        # Every session does this every round: locals, and nothing for what does not change.
-        hits, trials, decay = self.hits, self.trials, self._decay
-        verified = asked - len(withheld)
-        tried = min(verified, accepted + 1)
-        self.rounds += 1
-        while len(trials) < tried:
-            hits.append(0.0)
-            trials.append(0.0)
-        for i in range(tried):
-            trials[i] = trials[i] * decay + 1.0
-            hits[i] = hits[i] * decay + 1.0
-        if accepted < tried:
-            hits[accepted] -= 1.0
-            return
-        reached = 1.0
-        for i, chance in enumerate(withheld, verified):
-            self._count(i, reached, chance)
-            reached *= chance
-
-    def _count(self, i: int, weight: float, hit: float) -> None:
-        if i == len(self.trials):
-            self.hits.append(0.0)
-            self.trials.append(0.0)
-        # What counts less fades the past less.
-        fade = 1.0 - weight * (1.0 - self._decay)
-        self.trials[i] = self.trials[i] * fade + weight
-        self.hits[i] = self.hits[i] * fade + weight * hit
+# Plain steps before speculation is probed again, and how they grow with each probe in vain; rounds
+# a probe, and the share of the time that probes may cost in the end.
+_PAUSE, _GROWTH, _PROBE_ROUNDS, _PROBE_SHARE = 8, 4, 2, 0.01
+# One round of so many, the fifth the first, tries another K, so that costs and chances elsewhere
+# stay known: far above, the next below or above, or none at all, which is what the others are
+# compared with. Far is as far as a round takes at most so much longer.
+_EXPLORE, _FIRST, _LONGER = 20, 5, 1.25
+_FAR = 1 << 30
+_STEPS = (_FAR, -1, 1, -_FAR, -1, 1)
 
 
 class KPolicy:
@@ -85,8 +34,7 @@ class KPolicy:
 
     def __init__(self, verify: Costs, draft: Costs, past: Acceptance, start: int) -> None:
         self._verify, self._draft, self._past, self._start = verify, draft, past, start
-        self._own = Acceptance(_SESSION_DECAY)
-        self._round = 0
+        self._level, self._rounds, self._round = SessionLevel(past.level), 0, 0
         # Off: steps before this one are plain. A probe asks in a few rounds in a row.
         self._off, self._plain_until, self._probes = False, 0, 0
         self._pause = _PAUSE
@@ -98,6 +46,8 @@ class KPolicy:
 
     def use(self, verify: Costs, draft: Costs, past: Acceptance) -> None:
         """The session is at these workers now; what it learned of itself stays."""
+        if past is not self._past:
+            self._level.level += past.level - self._past.level
         self._verify, self._draft, self._past = verify, draft, past
 
     def plain_steps(self, step: int) -> int:
@@ -108,9 +58,8 @@ class KPolicy:
         """How a round went. One without a proposal says nothing of the drafter's quality."""
         if self._withheld:
             asked = len(self._said) + len(self._withheld)
-        self._own.note(asked, accepted, self._withheld)
-        if proposed:
-            self._past.note(asked, accepted, self._withheld)
+        self._past.note(self._level, asked, accepted, self._withheld, proposed=proposed)
+        self._rounds += 1
         self._past.calibration.note(self._said, accepted)
         self._said = self._withheld = ()
 
@@ -140,49 +89,51 @@ class KPolicy:
         draft = self._draft.curve(sessions, context, limit)
         if verify is None or draft is None:
             return min(self._start, limit)
-        best, best_rate = self._best(verify, draft, limit)
-        known = self._own.rounds + self._past.rounds >= _EVIDENCE
-        if known and best_rate * _MARGIN < 1.0 / verify[0]:
-            return self._switched_off(step, best)
-        self._off, self._probes, self._pause = False, 0, _PAUSE
+        seconds = [a + b for a, b in zip(verify, draft, strict=False)]
+        pays = _MARGIN / verify[0]
+        best, best_rate = self._best(seconds, limit, 0.0)
         self._rate = best_rate
-        if self._round % _EXPLORE == 0:
+        if best_rate < pays and self._rounds + self._past.rounds >= _EVIDENCE:
+            # It must not pay even if the session is better than it seems so far.
             self._rate = 0.0
-            change = _STEPS[self._round // _EXPLORE % len(_STEPS)]
-            best = 0 if change is None else best + change
-        return max(0, min(best, limit))
+            best, best_rate = self._best(seconds, limit, self._level.deviation)
+            if best_rate < pays:
+                return self._switched_off(step, best, seconds[best] / verify[0])
+        self._off, self._probes, self._pause = False, 0, _PAUSE
+        turn, rest = divmod(self._round - _FIRST, _EXPLORE)
+        return best if rest else self._explored(best, limit, _STEPS[turn % len(_STEPS)], seconds)
 
-    def _best(self, verify: list[float], draft: list[float], limit: int) -> tuple[int, float]:
-        """The best K of 1..limit and its tokens per second."""
+    def _explored(self, best: int, limit: int, change: int, seconds: list[float]) -> int:
+        self._rate = 0.0
+        if change == _FAR:
+            longest = _LONGER * seconds[best]
+            return max(k for k in range(best, limit + 1) if k == best or seconds[k] <= longest)
+        return max(0, min(best + change, limit))
+
+    def _best(self, seconds: list[float], limit: int, more: float) -> tuple[int, float]:
+        """The best K of 1..limit and its tokens per second, at `more` than the session's level."""
         best, best_rate = 1, 0.0
         tokens = reach = 1.0
-        chance = _UNSEEN
-        hits, trials, seen = self._own.hits, self._own.trials, len(self._own.trials)
-        past_hits, past_trials = self._past.hits, self._past.trials
-        known = len(past_trials)
-        for k in range(1, limit + 1):
-            i = k - 1
-            # A position that nobody tried yet is taken to be like the one before.
-            if i < known:
-                chance = (past_hits[i] + chance) / (past_trials[i] + 1.0)
-            if i < seen:
-                own = (hits[i] + chance * _PRIOR_ROUNDS) / (trials[i] + _PRIOR_ROUNDS)
-                reach *= own
-            else:
-                reach *= chance
+        for k, chance in enumerate(self._past.chances(self._level, more, limit), 1):
+            reach *= chance
             tokens += reach
-            rate = tokens / (verify[k] + draft[k])
+            rate = tokens / seconds[k]
             if rate > best_rate:
                 best, best_rate = k, rate
         return best, best_rate
 
-    def _switched_off(self, step: int, best: int) -> int:
-        """Plain steps for a while, then a few rounds that look whether it pays again."""
+    def _switched_off(self, step: int, best: int, cost: float) -> int:
+        """Plain steps for a while, then a few rounds that look whether it pays again.
+
+        `cost`: of a round with K = `best`, in plain steps.
+        """
         if self._off and self._probes < _PROBE_ROUNDS:
             self._probes += 1
-            return best
+            # The second also learns what the next lower K costs.
+            return max(1, best + 1 - self._probes)
         if self._off:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            longest = _PROBE_ROUNDS * (cost - 1.0) / _PROBE_SHARE
+            self._pause = max(self._pause, min(_GROWTH * self._pause, round(longest)))
         self._off, self._probes = True, 0
         self._plain_until = step + self._pause
         return 0

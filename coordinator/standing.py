@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from coordinator.acceptance import Acceptance
 from coordinator.breaker import Breaker
 from coordinator.costs import Costs
-from coordinator.policy import Acceptance
 
 # Weight of the newest time in the running mean of proposals.
 _WEIGHT = 0.1

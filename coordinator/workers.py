@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from coordinator.costs import Costs
-from coordinator.drafters import COLOCATED, SEPARATE, Drafters, measured_costs
+from coordinator.costs import Costs, from_wire
+from coordinator.drafters import COLOCATED, SEPARATE, Drafters
 from coordinator.handshake import check_target, check_worker
 from coordinator.links import Link
 from coordinator.settings import CoordinatorSettings
@@ -118,7 +118,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             document = await self._cache.document(self._stub, info.model.tokenizer_hash)
             self.text = TextModel(document)
         self.info, self.draining = info, False
-        self.costs = Costs(measured_costs(info.costs, anchor=1))
+        self.costs = Costs(from_wire(info.costs, anchor=1))
         self.colocated = await self._drafters_inside(info.worker.incarnation)
         return int(info.worker.incarnation)
 

@@ -35,21 +35,11 @@ from engine.default_model import tokenizer_document, tokenizer_hash
 from engine.device import weight_dtype
 from engine.errors import OutOfPages, SettingRefused
 from engine.kv.pool import PageTable, PoolStats, TableView
-from engine.linear import Linear
-from engine.models.dflash import (
-    Block,
-    ContextMemory,
-    DFlashModel,
-    DFlashOptions,
-    LoadedDraft,
-    choose_attention,
-    geometry_of,
-    target_tables,
-)
-from engine.models.dflash_config import DFlashConfig, parse_dflash
-from engine.models.dspark import DSparkModel
-from engine.models.dspark_config import DSparkConfig, parse_dspark
-from engine.weights import Weights, fingerprint, read_json
+from engine.models.dflash import Block, ContextMemory, DFlashOptions, choose_attention
+from engine.models.draft_dialects import parse_draft
+from engine.models.draft_loading import DraftTarget, build_draft
+from engine.models.family import cache_geometry
+from engine.weights import read_json
 from specwire.v1 import draft_pb2_grpc
 
 
@@ -97,44 +87,37 @@ class BlockDrafter:
 
     def describe(self, target: Target) -> tuple[Group, ...]:
         raw = read_json(self._checkpoint / "config.json")
-        self._target = target
-        self._config: DFlashConfig | DSparkConfig
-        if self.method == "dspark":
-            self._config = parse_dspark(raw, target.config)
-            self._body = self._config.body
-        else:
-            self._config = self._body = parse_dflash(raw, target.config)
+        self._target = DraftTarget(str(target.directory), self._options.weight_dtype)
+        self._config = parse_draft(raw, self._target.described, self.method)
         kind = _kind(self._settings.kv_group)
-        attention = choose_attention(self._body, self._options, self.method, target.attention, kind)
+        attention = choose_attention(
+            self._config, self._options, self.method, target.attention, kind
+        )
         group = Group(
             name=self.method,
             kind=attention.request.kv_group,
-            geometry=geometry_of(self._body, attention),
+            geometry=cache_geometry(self._config, attention.geometry),
             attention=attention,
         )
         self._group = group
         return (group,)
 
     def attach(self, handles: Handles) -> tuple[int, ...]:
-        settings, target = self._settings, self._target
-        weights = Weights(self._checkpoint, self._options.weight_dtype)
-        memory = ContextMemory(handles.memory, handles.caches[self._group.name])
-        embedding, head = handles.embedding, self._head(handles)
-        options, attention = self._options, self._group.attention
-        kind: type[DFlashMethod] = DFlashMethod
-        if isinstance(self._config, DSparkConfig):
-            kind = DSparkMethod
-            self._model: DFlashModel = DSparkModel(
-                self._config, weights, embedding, head, options, attention, memory
-            )
-        else:
-            self._model = DFlashModel(
-                self._config, weights, embedding, head, options, attention, memory
-            )
-        self._scratch_slot = handles.scratch_slot
-        loaded = LoadedDraft(
-            self._model, self._checkpoint.name, fingerprint(self._checkpoint), target.fingerprint
+        settings, group = self._settings, self._group
+        memory = ContextMemory(handles.memory, handles.caches[group.name])
+        self._target.share(handles.embedding, handles.head)
+        loaded = build_draft(
+            self._checkpoint,
+            self._config,
+            self._target,
+            self._options,
+            group.attention,
+            self.method,
+            memory,
         )
+        self._model = loaded.model
+        self._scratch_slot = handles.scratch_slot
+        kind = DSparkMethod if self.method == "dspark" else DFlashMethod
         self._method = kind(
             loaded,
             max_draft_tokens=settings.max_draft_tokens,
@@ -143,15 +126,7 @@ class BlockDrafter:
             confidences=settings.confidences,
         )
         self._longest = handles.max_length
-        return self._body.tap_ids
-
-    def _head(self, handles: Handles) -> torch.Tensor | Linear:
-        """The target's own, or int8 of it."""
-        if not self._options.int8_head:
-            return handles.head
-        if self._target.config.tied_head:
-            return handles.embedding
-        return target_tables(self._target.directory, self._target.config, self._options)[1]
+        return self._config.tap_ids
 
     def warm_up(self) -> None:
         info = self._method.info
@@ -185,7 +160,7 @@ class BlockDrafter:
         return self._method.info.max_draft_tokens
 
     def write(self, rows: TapRows) -> None:
-        positions, slots, limit = rows.positions, rows.slots, self._body.max_positions
+        positions, slots, limit = rows.positions, rows.slots, self._config.max_positions
         if rows.highest >= limit:  # no block reaches so far: what is there, nobody reads
             slots = torch.where(positions < limit, slots, self._scratch_slot)
             positions = positions.clamp(max=limit - 1)
@@ -217,7 +192,7 @@ class BlockDrafter:
 
     def _block(self, ask: Ask) -> tuple[Block | None, str]:
         """The block behind the context, its pages reserved; or why there is none."""
-        table, start, size = ask.table, ask.table.length, self._body.block_size
+        table, start, size = ask.table, ask.table.length, self._config.block_size
         if start + size > self._method.info.max_length_tokens:
             return None, REASON_CAPACITY
         covered = table.covered.get(self._group.name, start)

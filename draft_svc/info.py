@@ -37,6 +37,7 @@ def _drafter(info: MethodInfo, is_default: bool) -> draft_pb2.DrafterInfo:
         slot_mode=_SLOT_MODES[info.slot_mode],
         block_size=info.block_size,
         mask_token_id=info.mask_token_id,
+        d2t_hash=info.d2t_hash,
         rope_style=info.rope_style,
         rope_theta=info.rope_theta,
         rope_scaling=info.rope_scaling,

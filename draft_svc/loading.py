@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,16 +16,14 @@ from draft_svc.methods.draft_model import DraftModelMethod
 from draft_svc.methods.dspark import DSparkMethod
 from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
-from engine.default_model import resolve_model, tokenizer_document, tokenizer_hash
+from engine.default_model import tokenizer_document, tokenizer_hash
 from engine.device import resolve_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError, SettingRefused
 from engine.linear import int8_is_fast
 from engine.loading import load_engine
-from engine.models.config import from_hf
-from engine.models.dflash import DFlashOptions, LoadedDraft, choose_attention, load_dflash
-from engine.models.dflash_config import parse_dflash
-from engine.models.dspark import load_dspark
-from engine.models.dspark_config import parse_dspark
+from engine.models.dflash import DFlashOptions, choose_attention
+from engine.models.draft_dialects import parse_draft
+from engine.models.draft_loading import DraftTarget, load_draft
 from engine.tokenizer import token_table
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from draft_svc.settings import DraftSettings
 
 Progress = Callable[[str], None]
+Target = Callable[[], DraftTarget]
+Builder = Callable[["DraftSettings", Target], AnyMethod]
 
 METHODS = ("ngram", "hybrid", "draft_model", "dflash", "dspark")
 # What is hosted when nothing is asked for; the last one is the default.
@@ -46,19 +47,21 @@ def load_methods(settings: DraftSettings, progress: Progress) -> dict[str, AnyMe
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loaded: dict[str, AnyMethod] = {}
+    # Embedding and packed head are held once, whatever drafts use them.
+    target = cache(lambda: DraftTarget(settings.target, weight_dtype(settings.dtype)))
     # What `hybrid` chooses from is loaded before it, and once only.
     for name in sorted(settings.methods, key=lambda name: name == "hybrid"):
         if name == "hybrid":
-            loaded[name] = _hybrid(settings, loaded, progress)
+            loaded[name] = _hybrid(settings, target, loaded, progress)
         else:
-            loaded[name] = _load(name, settings, progress)
+            loaded[name] = _load(name, settings, target, progress)
     return {name: loaded[name] for name in settings.methods}
 
 
-def _load(name: str, settings: DraftSettings, progress: Progress) -> AnyMethod:
+def _load(name: str, settings: DraftSettings, target: Target, progress: Progress) -> AnyMethod:
     progress(f"loading {name}")
     try:
-        return _BUILDERS[name](settings)
+        return _BUILDERS[name](settings, target)
     except CheckpointError as error:
         raise SpecwireError(Reason.CHECKPOINT_INVALID, f"{name}: {error}") from error
     except BackendUnavailable as error:
@@ -67,14 +70,19 @@ def _load(name: str, settings: DraftSettings, progress: Progress) -> AnyMethod:
         raise SpecwireError(Reason.SETTINGS_INVALID, f"{name}: {error}") from error
 
 
-def _hybrid(settings: DraftSettings, loaded: dict[str, AnyMethod], progress: Progress) -> AnyMethod:
+def _hybrid(
+    settings: DraftSettings,
+    target: Target,
+    loaded: dict[str, AnyMethod],
+    progress: Progress,
+) -> AnyMethod:
     name = settings.hybrid_neural
     hosted = loaded.get(name)
-    neural = hosted or _load(name, settings, progress)
+    neural = hosted or _load(name, settings, target, progress)
     return HybridMethod(_lookup(settings), neural, owns_neural=hosted is None)
 
 
-def _lookup(settings: DraftSettings) -> NgramMethod:
+def _lookup(settings: DraftSettings, _: Target | None = None) -> NgramMethod:
     return NgramMethod(
         min_n=settings.ngram_min,
         max_n=settings.ngram_max,
@@ -82,7 +90,7 @@ def _lookup(settings: DraftSettings) -> NgramMethod:
     )
 
 
-def _draft_model(settings: DraftSettings) -> AnyMethod:
+def _draft_model(settings: DraftSettings, _: Target) -> AnyMethod:
     document = tokenizer_document(settings.draft_model)
     tokens = token_table(document)
     return DraftModelMethod(
@@ -106,23 +114,22 @@ def _tokenizer_of_pair(document: bytes, tokens: dict[int, str], target: str) -> 
     return tokenizer_hash(targets if same else document)
 
 
-def _dflash(settings: DraftSettings) -> AnyMethod:
+def _dflash(settings: DraftSettings, target: Target) -> AnyMethod:
     path = checkpoint_path("draft", settings.draft, DEFAULT_DRAFT)
-    options = _options(settings, path, "dflash")
-    return _block_drafter(DFlashMethod, load_dflash(path, settings.target, options), settings)
+    return _block_drafter(DFlashMethod, path, target(), settings)
 
 
-def _dspark(settings: DraftSettings) -> AnyMethod:
+def _dspark(settings: DraftSettings, target: Target) -> AnyMethod:
     path = checkpoint_path("dspark", settings.dspark, DEFAULT_DSPARK)
-    options = _options(settings, path, "dspark")
-    return _block_drafter(DSparkMethod, load_dspark(path, settings.target, options), settings)
+    return _block_drafter(DSparkMethod, path, target(), settings)
 
 
 def _block_drafter(
-    method: type[DFlashMethod], loaded: LoadedDraft, settings: DraftSettings
+    method: type[DFlashMethod], path: Path, target: DraftTarget, settings: DraftSettings
 ) -> AnyMethod:
+    options = _options(settings, path, target, method.name)
     return method(
-        loaded,
+        load_draft(path, target, options, method.name),
         max_draft_tokens=settings.max_draft_tokens,
         max_length=settings.max_length,
         tokenizer_hash=tokenizer_hash(tokenizer_document(settings.target)),
@@ -139,7 +146,9 @@ def checkpoint_path(field: str, reference: str, shipped: Path) -> Path:
     return path
 
 
-def _options(settings: DraftSettings, checkpoint: Path, method: str) -> DFlashOptions:
+def _options(
+    settings: DraftSettings, checkpoint: Path, target: DraftTarget, method: str
+) -> DFlashOptions:
     resolve_device(settings.device)
     options = DFlashOptions(
         page_tokens=settings.page_tokens,
@@ -150,7 +159,7 @@ def _options(settings: DraftSettings, checkpoint: Path, method: str) -> DFlashOp
         cuda_graph_mode=settings.cuda_graph_mode,
         int8_head=head_in_int8(settings.head_dtype, settings.dtype),
     )
-    return replace(options, page_count=_page_count(settings, checkpoint, options, method))
+    return replace(options, page_count=_page_count(settings, checkpoint, target, options, method))
 
 
 def head_in_int8(head_dtype: str, dtype: str) -> bool:
@@ -161,15 +170,16 @@ def head_in_int8(head_dtype: str, dtype: str) -> bool:
 
 
 def _page_count(
-    settings: DraftSettings, checkpoint: Path, options: DFlashOptions, method: str
+    settings: DraftSettings,
+    checkpoint: Path,
+    target: DraftTarget,
+    options: DFlashOptions,
+    method: str,
 ) -> int:
     if settings.kv_pages is not None:
         return settings.kv_pages
-    target = from_hf(read_json(resolve_model(settings.target).directory / "config.json"))
-    config = read_json(checkpoint / "config.json")
-    dspark = method == "dspark"
-    body = parse_dspark(config, target).body if dspark else parse_dflash(config, target)
-    geometry = choose_attention(body, options, method).geometry
+    config = parse_draft(read_json(checkpoint / "config.json"), target.described, method)
+    geometry = choose_attention(config, options, method).geometry
     count = settings.kv_memory_mb * 2**20 // (geometry.bytes_per_token * geometry.page_tokens)
     if count == 0:
         accepted = "enough for one page"
@@ -178,7 +188,7 @@ def _page_count(
     return count
 
 
-_BUILDERS: dict[str, Callable[[DraftSettings], AnyMethod]] = {
+_BUILDERS: dict[str, Builder] = {
     "ngram": _lookup,
     "draft_model": _draft_model,
     "dflash": _dflash,

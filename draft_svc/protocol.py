@@ -20,7 +20,7 @@ from draft_svc.rounds import Rounds
 from draft_svc.sessions import Reply, Session, SessionTable
 from draft_svc.worker import Worker
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import decode_ids
+from specwire.rpc import HEARTBEAT_SESSIONS, check_heartbeat, decode_ids
 from specwire.v1 import draft_pb2, target_pb2
 
 
@@ -63,6 +63,7 @@ class Protocol:
                 self._close_item(item.close, reply)
             elif kind == "heartbeat":
                 reply(self._heartbeat(item.heartbeat))
+                check_heartbeat(len(item.heartbeat.sessions))
             else:
                 accepted = "one of open, advance, close, heartbeat"
                 raise SpecwireError.field("item", "empty or unknown", accepted)
@@ -173,7 +174,7 @@ class Protocol:
 
     def _heartbeat(self, request: target_pb2.Heartbeat) -> draft_pb2.DraftReply:
         now, unknown = _now(), []
-        for key in request.sessions:
+        for key in request.sessions[:HEARTBEAT_SESSIONS]:
             session = self.sessions.find(key)
             if session is None:
                 unknown.append(key)

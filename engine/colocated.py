@@ -20,7 +20,7 @@ from engine.attention.request import KVGroup
 from engine.attention.resolution import Resolution
 from engine.batch import Packed
 from engine.errors import SettingRefused
-from engine.kv.cache import KVCache, KVGeometry
+from engine.kv.cache import CacheGeometry, PagedCache
 from engine.kv.groups import PagedGroups
 from engine.linear import Linear
 from engine.models.config import ModelConfig
@@ -71,7 +71,7 @@ class Group:
 
     name: str
     kind: KVGroup
-    geometry: KVGeometry
+    geometry: CacheGeometry
     attention: Resolution
 
 
@@ -87,7 +87,7 @@ class Handles:
 
     embedding: Tensor
     head: Linear
-    caches: Mapping[str, KVCache]
+    caches: Mapping[str, PagedCache]
     memory: PagedGroups
     max_length: int
     scratch_slot: int

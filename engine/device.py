@@ -62,7 +62,7 @@ def numerics_fingerprint(
         torch.__version__,
         str(torch.get_num_threads()) if not native else "any",
         str(weight_dtype(config.dtype)),
-        str(kv_dtype(config.kv_dtype)),
+        config.kv_dtype,  # concrete by now
         "native" if native else "torch",
         attention,
         str((config.exact_width, config.kv_bucket, config.prefill_chunk, config.page_tokens)),

@@ -13,12 +13,12 @@ from engine.attention.select import AttentionOptions, make_backend, resolve_atte
 from engine.colocated import Group, Target, describe
 from engine.config import EngineConfig
 from engine.default_model import resolve_model
-from engine.device import kv_dtype, numerics_fingerprint, resolve_device, use_native, weight_dtype
+from engine.device import numerics_fingerprint, resolve_device, use_native, weight_dtype
 from engine.errors import SettingRefused
-from engine.kv.cache import KVCache, KVGeometry
+from engine.kv.cache import CacheGeometry, PagedCache
 from engine.models.config import ModelConfig, from_hf
+from engine.models.family import build_cache, build_model, cache_geometry, latent_of
 from engine.models.layers import NATIVE, TORCH
-from engine.models.llama import LlamaModel
 from engine.runner import NativeEngine
 from engine.tokenizer import check_vocabulary, read_document
 from engine.weights import Weights, fingerprint, read_json
@@ -48,28 +48,24 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
         head_dim=model_config.head_dim,
         modes=model_config.modes,
         native=native,
+        latent=latent_of(model_config),
         role=config.role,
         method="draft_model" if config.role == "draft" else "",
         query_tokens=config.exact_width if config.role == "target" else 1,
     )
     # Nothing after this sees "auto".
     config = replace(config, kv_dtype=attention.geometry.dtype)
-    geometry = KVGeometry(
-        layers=model_config.layer_count,
-        kv_heads=model_config.kv_heads,
-        head_dim=model_config.head_dim,
-        page_tokens=config.page_tokens,
-        dtype=kv_dtype(config.kv_dtype),
-    )
     name = fingerprint(source.directory)
     groups = describe(drafter, Target(source.directory, name, model_config, attention))
-    cache, beside = allocate_caches(config, geometry, groups)
+    cache, beside = allocate_caches(
+        config, cache_geometry(model_config, attention.geometry), groups
+    )
     limit = session_length(config, model_config, (cache.page_count - 1) * config.page_tokens)
     backend, report = make_backend(attention, cache, config.kv_bucket), attention.report()
     weights = Weights(source.directory, weight_dtype(config.dtype))
     kernels = NATIVE if native else TORCH
     # Padding rows of a short block may stand past the limit.
-    model = LlamaModel(model_config, weights, kernels, limit, padding=config.exact_width)
+    model = build_model(model_config, weights, kernels, limit, padding=config.exact_width)
     special = json.loads(document)["special"]
     info = ModelInfo(
         name=source.name,
@@ -106,8 +102,8 @@ def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:
 
 
 def allocate_caches(
-    config: EngineConfig, geometry: KVGeometry, groups: Sequence[Group] = ()
-) -> tuple[KVCache, dict[str, KVCache]]:
+    config: EngineConfig, geometry: CacheGeometry, groups: Sequence[Group] = ()
+) -> tuple[PagedCache, dict[str, PagedCache]]:
     """The pages that the settings ask for and a scratch page, of the target's group and of those
     beside it, which share the memory allowed. Raises SettingRefused."""
     bytes_per_token = geometry.bytes_per_token + sum(g.geometry.bytes_per_token for g in groups)
@@ -118,8 +114,8 @@ def allocate_caches(
         accepted = f"{-(-page_bytes // 2**20)} or more: one page has {page_bytes} bytes"
         raise SettingRefused(field, getattr(config, field), accepted)
     try:
-        beside = {group.name: KVCache(group.geometry, count + 1) for group in groups}
-        return KVCache(geometry, count + 1), beside
+        beside = {group.name: build_cache(group.geometry, count + 1) for group in groups}
+        return build_cache(geometry, count + 1), beside
     except MemoryError:
         accepted = f"what this machine has memory for: one page has {page_bytes} bytes"
         raise SettingRefused(field, getattr(config, field), accepted) from None

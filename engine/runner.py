@@ -16,12 +16,12 @@ from engine.batch import Packed, Placed, pack
 from engine.choose import Chosen, choose, drafts_of
 from engine.colocated import TARGET_GROUP, Beside, Group, Handles
 from engine.config import EngineConfig
-from engine.kv.cache import KVCache
+from engine.kv.cache import PagedCache
 from engine.kv.groups import PagedGroups
 from engine.kv.pool import PagePool, PageTable, PoolStats
 from engine.logprobs import score_rows
+from engine.models.family import Model
 from engine.models.layers import Rows
-from engine.models.llama import LlamaModel
 
 
 class NativeEngine:
@@ -30,12 +30,12 @@ class NativeEngine:
     def __init__(
         self,
         config: EngineConfig,
-        model: LlamaModel,
-        cache: KVCache,
+        model: Model,
+        cache: PagedCache,
         backend: AttentionBackend,
         report: AttentionReport,
         info: ModelInfo,
-        beside: Mapping[str, KVCache] = MappingProxyType({}),
+        beside: Mapping[str, PagedCache] = MappingProxyType({}),
     ) -> None:
         """`beside` are the caches of other KV groups under the same page tables."""
         self._config, self._model, self._cache, self._backend = config, model, cache, backend

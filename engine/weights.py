@@ -17,9 +17,11 @@ from engine.errors import CheckpointError
 _SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MASK_VECTOR = "mask_embedding.pt"  # of a block draft
 
 # Stored types that a plain conversion reads rightly; anything else is quantised or no weight.
 _STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_INTEGERS = {"I64": "int64", "I32": "int32", "BOOL": "bool"}
 
 
 def cause(error: Exception) -> str:
@@ -112,7 +114,15 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor in this reader's dtype, or in `dtype`. Raises CheckpointError."""
+        return self._read(name, shape, _STORED).to(self.device, dtype or self.dtype)
+
+    def take_integers(self, name: str, *shape: int) -> Tensor:
+        """Ids or flags, as int64 on the CPU."""
+        return self._read(name, shape, _INTEGERS).to(torch.int64)
+
+    def _read(self, name: str, shape: tuple[int, ...], known: dict[str, str]) -> Tensor:
         if name not in self._files:
             raise CheckpointError(f"tensor {name} is missing, expected shape {list(shape)}")
         stored = self._files[name].get_slice(name)
@@ -120,21 +130,23 @@ class Weights:
             raise CheckpointError(
                 f"tensor {name} has shape {stored.get_shape()}, expected {list(shape)}"
             )
-        if stored.get_dtype() not in _STORED:
-            accepted = ", ".join(_STORED.values())
+        if stored.get_dtype() not in known:
+            accepted = ", ".join(known.values())
             raise CheckpointError(
                 f"tensor {name} has dtype {stored.get_dtype()}; accepted: {accepted}"
             )
         self._taken.add(name)
         tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(self.device, self.dtype)
+        return tensor
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raises for tensors that the model did not take (`ignored`: endings known to be
-        redundant).
+    def finish(self, ignored: tuple[str, ...] = (), beginnings: tuple[str, ...] = ()) -> None:
+        """Raises for tensors that the model did not take (`ignored`: endings known to be redundant;
+        `beginnings`: of parts that the model has no use for).
         """
         extra = sorted(
-            name for name in set(self._files) - self._taken if not name.endswith(ignored or "\0")
+            name
+            for name in set(self._files) - self._taken
+            if not name.endswith(ignored) and not name.startswith(beginnings)
         )
         if extra:
             raise CheckpointError(f"{len(extra)} tensors are not part of the model: {extra[:8]}")
@@ -142,7 +154,8 @@ class Weights:
 
 def fingerprint(directory: Path) -> str:
     """Hash over config and weights; remembered by size and time of the files."""
-    names = ["config.json", *shard_names(directory)]
+    extra = [MASK_VECTOR] if (directory / MASK_VECTOR).is_file() else []
+    names = ["config.json", *shard_names(directory), *extra]
     stamps = [[name, (s := (directory / name).stat()).st_size, s.st_mtime_ns] for name in names]
     key = hashlib.sha256(json.dumps([str(directory.resolve()), stamps]).encode()).hexdigest()
     remembered = cache_root() / "fingerprints" / key

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from specwire.errors import Reason, SpecwireError
+from specwire.rpc import HEARTBEAT_SESSIONS, check_heartbeat
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.decode import Limits, key_of, key_to_wire, open_spec
 from target_svc.features import FeatureExporter
@@ -197,7 +198,7 @@ class Intake:
     def _heartbeat(self, link: Link, request: target_pb2.Heartbeat) -> None:
         """Renews leases. The replies of the listed sessions go to this link from now on."""
         unknown: list[common_pb2.SessionKey] = []
-        for wire_key in request.sessions:
+        for wire_key in request.sessions[:HEARTBEAT_SESSIONS]:
             key = Key(wire_key.coordinator, wire_key.session_id, wire_key.generation)
             session = self._scheduler.sessions.get(key)
             if session is None:
@@ -207,3 +208,4 @@ class Intake:
             session.renew(self._now(), request.lease_ms / 1000)
         ack = target_pb2.HeartbeatAck(unknown=unknown)
         link.send(target_pb2.TargetReply(heartbeat_ack=ack))
+        check_heartbeat(len(request.sessions))

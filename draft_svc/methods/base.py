@@ -98,6 +98,7 @@ class MethodInfo:
     slot_mode: str = ""
     block_size: int = 0
     mask_token_id: int | None = None
+    d2t_hash: str = ""
     rope_style: str = ""
     rope_theta: float = 0.0
     rope_scaling: str = ""

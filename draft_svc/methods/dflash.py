@@ -36,7 +36,8 @@ from engine.errors import OutOfPages
 from engine.kernels.cpu import ops
 from engine.kv.pool import PoolStats
 from engine.kv.prefix import chain_root
-from engine.models.dflash import Block, ContextRows, LoadedDraft
+from engine.models.dflash import Block, ContextRows
+from engine.models.draft_loading import LoadedDraft
 from engine.sampling import Draw, draw
 
 # Rows that one forward writes at most.
@@ -84,10 +85,11 @@ class DFlashMethod(Method[DFlashContext]):
             target_vocab_size=config.vocab_size,
             target_fingerprint=loaded.target_fingerprint,
             tokenizer_hash=tokenizer_hash,
-            slot_mode="fill_in",
+            slot_mode=config.slot_mode,
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
-            rope_style="neox",
+            d2t_hash=loaded.model.vocabulary.d2t_hash,
+            rope_style=config.rope_style,
             rope_theta=config.rope.theta,
             rope_scaling=config.rope.described,
             attention=loaded.model.attention,

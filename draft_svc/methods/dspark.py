@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_svc.methods.base import Draft
 from draft_svc.methods.dflash import DFlashMethod, Wanted, probabilities
 from engine.kernels.cpu import ops
-from engine.models.dflash import LoadedDraft
+from engine.models.draft_loading import LoadedDraft
 from engine.models.dspark import DSparkModel, Proposals
 from engine.sampling import Draw, draw
 
@@ -45,12 +45,10 @@ class DSparkMethod(DFlashMethod):
             confidences=confidences,
         )
         assert isinstance(loaded.model, DSparkModel)
-        self._dspark, config = loaded.model, loaded.model.dspark
-        self._info = replace(
-            self._info,
-            name=f"{loaded.name} (vanilla Markov head, rank {config.markov_rank})",
-            slot_mode="next_token" if config.next_token else "fill_in",
-        )
+        self._dspark, markov = loaded.model, loaded.model.config.markov
+        assert markov is not None
+        name = f"{loaded.name} ({markov.kind} Markov head, rank {markov.rank})"
+        self._info = replace(self._info, name=name)
 
     def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
         drawn: list[list[Draw]] = []

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.mode import LayerMode as LayerMode
-from engine.kv.cache import KVCache
+from engine.kv.cache import PagedCache
 from engine.kv.pool import PageTable, TableView
 
 
@@ -33,12 +35,15 @@ class AttentionBackend(ABC):
 
     `plan` does all host work of a step from lengths only; `run` does none. `rows_independent` says
     whether a row's output is the same bits whatever rows are beside it and however the span is cut.
+    `uncapturable` says why `run` may not be captured in a CUDA graph, "" where it may.
     """
 
     name: ClassVar[str]
     rows_independent: bool
+    uncapturable: str = "its metadata is made anew for every step"
+    cache: PagedCache
 
-    def __init__(self, cache: KVCache, query_heads: int, modes: Sequence[LayerMode]) -> None:
+    def __init__(self, cache: PagedCache, query_heads: int, modes: Sequence[LayerMode]) -> None:
         self.cache, self.query_heads, self.modes = cache, query_heads, tuple(modes)
 
     @abstractmethod
@@ -48,4 +53,46 @@ class AttentionBackend(ABC):
     @abstractmethod
     def run(self, plan: Any, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [rows, query_heads, head_dim] -> [rows, query_heads, head_dim], softmax scale
-        1/sqrt(head_dim)."""
+        1/sqrt(head_dim).
+
+        Over latent KV: q [rows, query_heads, rank + rope] -> [rows, query_heads, rank], with the
+        scale that the backend was made with.
+        """
+
+
+class DeviceAttention(AttentionBackend):
+    """A backend whose metadata of a step is int32 words at a fixed place on the device.
+
+    The same words can be filled again for another step and copied over, so `run` on a `view` of
+    them may be captured: what it launches depends on the capacities alone.
+    """
+
+    uncapturable = ""
+
+    @abstractmethod
+    def words(self, spans: int, rows: int, pages_per_span: int) -> int:
+        """Words that any step of at most that many spans, rows and pages needs."""
+
+    @abstractmethod
+    def fill(
+        self,
+        words: NDArray[np.int32],
+        spans: Sequence[Span],
+        span_capacity: int,
+        pages_per_span: int,
+    ) -> None:
+        """Writes a step into host words [words(...)]; pure host work from lengths and pages."""
+
+    @abstractmethod
+    def view(self, words: torch.Tensor, span_capacity: int, pages_per_span: int, width: int) -> Any:
+        """The plan made of device words (int32, as many as were filled). `width` > 0: every span
+        has that many rows, or none; 0: any."""
+
+    def plan(self, spans: Sequence[Span]) -> Any:
+        device, page = self.cache.device, self.cache.geometry.page_tokens
+        pages = max((-(-(span.start + span.row_count) // page) for span in spans), default=0)
+        count = self.words(len(spans), sum(span.row_count for span in spans), max(pages, 1))
+        # The caching allocator keeps pinned memory back until copies out of it are done.
+        words = torch.empty(count, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.fill(words.numpy(), spans, len(spans), max(pages, 1))
+        return self.view(words.to(device, non_blocking=True), len(spans), max(pages, 1), 0)

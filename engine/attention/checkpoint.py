@@ -13,10 +13,11 @@ from typing import Any
 
 from engine.attention.capabilities import Kind
 from engine.attention.graphs import BLOCK_DRAFTERS
-from engine.attention.layers import draft_modes, flag, model_modes, positive
+from engine.attention.layers import draft_modes, model_modes, optional_flag
 from engine.attention.mode import LayerMode
 from engine.attention.request import AttentionShape, Latent, dtype_name
 from engine.errors import CheckpointError
+from engine.models.fields import positive
 
 _DSV4_LAYERS, _DSV4_WINDOW, _DSV4_HEAD = 3, 128, 512
 
@@ -103,7 +104,7 @@ def _method(config: Mapping[str, Any]) -> str:
 def _next_token(config: Mapping[str, Any], nested: Mapping[str, Any], method: str) -> bool:
     """DSpark blocks begin to propose at the anchor unless they say otherwise."""
     for values in (config, nested):
-        explicit = flag(values, "sample_from_anchor")
+        explicit = optional_flag(values, "sample_from_anchor")
         if explicit is not None:
             return explicit
     return method == "dspark"

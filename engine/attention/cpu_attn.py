@@ -35,6 +35,7 @@ class CpuPlan:
 class CpuAttention(AttentionBackend):
     name: ClassVar[str] = "CPU_ATTN"
     rows_independent = True
+    cache: KVCache
 
     def __init__(self, cache: KVCache, query_heads: int, modes: Sequence[LayerMode]) -> None:
         super().__init__(cache, query_heads, modes)

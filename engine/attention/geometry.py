@@ -24,6 +24,7 @@ _ITEM_BYTES = {
 }
 # 512 fp8 + 4 fp32 scales + 64 bf16 of rope; and 448 fp8 + 64 bf16 + 8 of scales and padding.
 _DS_MLA_BYTES, _DS_MLA_V4_BYTES = 512 + 16 + 128, 448 + 128 + 8
+_DS_MLA_GROUP = 128  # fp8 values of a scale
 _NVFP4_DS_MLA_BYTES = 352
 _V4_ALIGNMENT, _V4_PLAIN_ALIGNMENT = 576, 512
 _SCALE_BYTES = 4  # fp32, of K and of V, for each token and head
@@ -90,7 +91,7 @@ def stored_dtype(requested: str, rule: KvRule, model_dtype: str) -> str:
 def token_bytes(shape: AttentionShape, dtype: str) -> int:
     """Bytes of one token in one layer; 0 where they are not declared."""
     if dtype == "fp8_ds_mla":
-        return _DS_MLA_V4_BYTES if shape.kind is Kind.DSV4 else _DS_MLA_BYTES
+        return _ds_mla_bytes(shape)
     if dtype == "nvfp4_ds_mla":
         return _NVFP4_DS_MLA_BYTES
     if dtype not in _ITEM_BYTES:
@@ -99,6 +100,16 @@ def token_bytes(shape: AttentionShape, dtype: str) -> int:
         return math.ceil(shape.head_size * _ITEM_BYTES[dtype])
     scale = _SCALE_BYTES if dtype.endswith("_per_token_head") else 0
     return 2 * shape.kv_heads * (math.ceil(shape.head_size * _ITEM_BYTES[dtype]) + scale)
+
+
+def _ds_mla_bytes(shape: AttentionShape) -> int:
+    if shape.kind is Kind.DSV4:
+        return _DS_MLA_V4_BYTES
+    if shape.latent is None:
+        return _DS_MLA_BYTES
+    rank, rope = shape.latent.rank, shape.latent.rope
+    scales = _SCALE_BYTES * -(-rank // _DS_MLA_GROUP)
+    return -(-rank // _SCALE_BYTES) * _SCALE_BYTES + scales + 2 * rope
 
 
 def geometry_of(shape: AttentionShape, dtype: str, page_tokens: int, alignment: int) -> Geometry:

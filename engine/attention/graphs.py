@@ -57,9 +57,9 @@ def impossible(mode: str, request: Request, device: DeviceProfile, level: GraphL
         return ""
     if device.capability is None:
         return "no CUDA graphs on the cpu"
-    if request.engine == "native":
-        return "CUDA graphs are not implemented by the native engine"
     whole = request.role == "draft" and request.method in BLOCK_DRAFTERS
+    if request.engine == "native" and mode != "FULL_DECODE_ONLY" and not (whole and mode == "FULL"):
+        return "the native engine captures steps of one width only (FULL_DECODE_ONLY)"
     if mode == "PIECEWISE":
         return "the block of a draft is captured whole or not at all" if whole else ""
     needed = needed_level(request)
@@ -90,9 +90,9 @@ def choose_graphs(request: Request, device: DeviceProfile, level: GraphLevel, ca
         mode = next(known for known in GRAPH_MODES if known == wanted)
         return Graphs(wanted, mode, level, (), _capture(request, mode))
     whole = request.role == "draft" and request.method in BLOCK_DRAFTERS
-    ladder: tuple[GraphMode, ...] = (
-        ("FULL_DECODE_ONLY", "NONE") if whole else ("FULL_AND_PIECEWISE", "PIECEWISE", "NONE")
-    )
+    ladder: tuple[GraphMode, ...] = ("FULL_AND_PIECEWISE", "PIECEWISE", "NONE")
+    if whole or (request.engine == "native" and device.capability is not None):
+        ladder = ("FULL_DECODE_ONLY", "NONE")
     reasons: list[str] = []
     for mode in ladder:
         why = impossible(mode, request, device, level)

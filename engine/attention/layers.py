@@ -6,38 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.attention.mode import LayerMode
-from engine.errors import CheckpointError
+from engine.models.fields import positive, refuse
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _QWEN_WINDOW_LAYERS = 28
 
 
-def refuse(key: str, value: object, accepted: str) -> CheckpointError:
-    return CheckpointError(f"config {key} = {value!r} is not supported; accepted: {accepted}")
-
-
-def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise refuse(key, value, "a positive integer")
-    return value
-
-
-def flag(values: Mapping[str, Any], key: str) -> bool | None:
+def optional_flag(values: Mapping[str, Any], key: str) -> bool | None:
+    """None where it is absent."""
     value = values.get(key)
     if value is not None and not isinstance(value, bool):
         raise refuse(key, value, "true or false")
     return value
 
 
-def _types(config: Mapping[str, Any], count: int) -> list[str] | None:
+def layer_types(config: Mapping[str, Any], count: int) -> list[str] | None:
+    """`layer_types`, checked; None where the config has none."""
     types = config.get("layer_types")
     if not types:
         return None
-    if not isinstance(types, list) or len(types) != count or set(types) - {FULL, SLIDING}:
+    known = isinstance(types, list) and all(kind in (FULL, SLIDING) for kind in types)
+    if not known or len(types) != count:
         raise refuse("layer_types", types, f"{count} of {FULL}, {SLIDING}")
-    return types
+    return list(types)
 
 
 def draft_modes(config: Mapping[str, Any]) -> tuple[LayerMode, ...]:
@@ -51,12 +42,12 @@ def draft_modes(config: Mapping[str, Any]) -> tuple[LayerMode, ...]:
     body = config.get("transformer_layer_config") or config
     nested = config.get("dflash_config") or {}
     count = positive(body, "num_hidden_layers")
-    types = _types(body, count) or [FULL] * count
-    forced = bool(flag(nested, "use_swa")) and SLIDING not in types
-    explicit = flag(config, "is_causal")
+    types = layer_types(body, count) or [FULL] * count
+    forced = bool(optional_flag(nested, "use_swa")) and SLIDING not in types
+    explicit = optional_flag(config, "is_causal")
     if explicit is None:
-        explicit = flag(nested, "causal")
-    sliding_causal = not flag(config, "sliding_window_non_causal")
+        explicit = optional_flag(nested, "causal")
+    sliding_causal = not optional_flag(config, "sliding_window_non_causal")
     modes = []
     for kind in types:
         sliding = kind == SLIDING
@@ -74,9 +65,11 @@ def _window(config: Mapping[str, Any]) -> int:
 
 
 def model_modes(config: Mapping[str, Any]) -> tuple[LayerMode, ...]:
-    """Modes of an ordinary decoder: causal, with windows where the config puts them."""
+    """Modes of an ordinary decoder: causal, with windows where the config puts them. The engine's
+    own reader (`models.config`) refuses what contradicts itself before it asks here.
+    """
     count = positive(config, "num_hidden_layers")
-    types = _types(config, count)
+    types = layer_types(config, count)
     if types is not None:
         windowed = [kind == SLIDING for kind in types]
     elif config.get("sliding_window") is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import LayerMode, Span
-from engine.kv.cache import KVCache
+from engine.kv.cache import PagedCache
 
 
 def longest(spans: Sequence[Span]) -> int:
@@ -34,26 +34,34 @@ def key_range(mode: LayerMode, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     return torch.cat(low), torch.cat(high)
 
 
-def gather(cache: KVCache, layer: int, span: Span, length: int) -> tuple[Tensor, Tensor]:
+def gather(cache: PagedCache, layer: int, span: Span, length: int) -> tuple[Tensor, Tensor]:
     """K and V of the first `length` positions of a span, [length, kv_heads, head_dim]."""
     count = -(-length // cache.geometry.page_tokens)
-    pages = torch.tensor(span.table.pages[:count], dtype=torch.int64, device=cache.k[layer].device)
-    k, v = (data[pages].flatten(0, 1)[:length] for data in (cache.k[layer], cache.v[layer]))
-    return k, v
+    pages = torch.tensor(span.table.pages[:count], dtype=torch.int64, device=cache.device)
+    k, v = cache.gather(layer, pages)
+    return k[:length], v[:length]
 
 
 def attention_ref(
-    cache: KVCache, layer: int, mode: LayerMode, spans: Sequence[Span], q: Tensor
+    cache: PagedCache,
+    layer: int,
+    mode: LayerMode,
+    spans: Sequence[Span],
+    q: Tensor,
+    scale: float | None = None,
 ) -> Tensor:
-    """Attention in fp64, row by row from the definition: slow, for tests and checks only."""
+    """Attention in fp64, row by row from the definition: slow, for tests and checks only. `scale`
+    is 1/sqrt(head_dim) unless given.
+    """
+    scale = q.shape[2] ** -0.5 if scale is None else scale
     group = q.shape[1] // cache.geometry.kv_heads
     low, high = key_range(mode, spans)
-    out = torch.empty(q.shape, dtype=torch.float64)
+    out = torch.empty((*q.shape[:2], cache.geometry.value_width), dtype=torch.float64)
     for span in spans:
         k, v = gather(cache, layer, span, span.start + span.row_count)
-        k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+        k, v = (x.to(q.device).double().repeat_interleave(group, dim=1) for x in (k, v))
         for row in range(span.first_row, span.first_row + span.row_count):
             keys = slice(int(low[row]), int(high[row]))
-            scores = torch.einsum("hd,khd->hk", q[row].double(), k[keys]) * q.shape[2] ** -0.5
+            scores = torch.einsum("hd,khd->hk", q[row].double(), k[keys]) * scale
             out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[keys])
     return out

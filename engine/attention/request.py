@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -51,12 +52,20 @@ def dtype_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Dimensions of latent attention: what is cached is `rank + rope` elements a token."""
+    """Dimensions of latent attention: what is cached is `rank + rope` elements a token.
+
+    `softmax_factor` is on the usual scale (nope + rope)**-0.5.
+    """
 
     rank: int
     rope: int
     nope: int
     index_topk: int = 0
+    softmax_factor: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self.softmax_factor / math.sqrt(self.nope + self.rope)
 
 
 @dataclass(frozen=True, slots=True)

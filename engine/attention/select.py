@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 from engine.attention.base import AttentionBackend
 from engine.attention.capabilities import Kind
@@ -13,14 +17,17 @@ from engine.attention.cpu_attn import CpuAttention
 from engine.attention.devices import DeviceProfile
 from engine.attention.mode import LayerMode
 from engine.attention.outcome import kv_group
-from engine.attention.request import AttentionShape, KVGroup, Request
+from engine.attention.request import AttentionShape, KVGroup, Latent, Request
 from engine.attention.resolution import Resolution
 from engine.attention.resolve import resolve
-from engine.attention.torch_sdpa import TorchSdpa
+from engine.attention.torch_sdpa import TorchMla, TorchSdpa
+from engine.errors import BackendUnavailable
 from engine.kernels.cpu import ops
-from engine.kv.cache import KVCache
+from engine.kv.cache import KVCache, PagedCache
+from engine.kv.latent import LatentCache
 
 log = logging.getLogger(__name__)
+_TRITON = ("TRITON_ATTN", "TRITON_MLA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +47,33 @@ def cpu_device(native: bool) -> DeviceProfile:
         missing = "native kernels are switched off for this service"
     elif not ops.available():
         missing = ops.unavailable_reason()
-    unavailable = ((CpuAttention.name, missing),) if missing else ()
-    return DeviceProfile("cpu", simulated=False, unavailable=unavailable)
+    unavailable = [(CpuAttention.name, missing)] if missing else []
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        unavailable += [(name, "no GPU, and TRITON_INTERPRET=1 is not set") for name in _TRITON]
+    elif importlib.util.find_spec("triton") is None:
+        unavailable += [(name, "the package triton is not installed") for name in _TRITON]
+    return DeviceProfile("cpu", simulated=False, unavailable=tuple(unavailable))
+
+
+def cuda_device(index: int | None = None) -> DeviceProfile:
+    """The GPU with that index, the current one for None. BackendUnavailable without one."""
+    if not torch.cuda.is_available():
+        raise BackendUnavailable("no CUDA device is available to torch")
+    major, minor = torch.cuda.get_device_capability(index)
+    needed = (
+        *((name, "triton", "triton") for name in _TRITON),
+        ("FLASHINFER", "flashinfer", "flashinfer-python"),
+    )
+    unavailable = [
+        (name, f"the package {package} is not installed")
+        for name, module, package in needed
+        if importlib.util.find_spec(module) is None
+    ]
+    if not torch.backends.cuda.is_flash_attention_available():
+        unavailable.append(("FLASH_ATTN", "this build of torch has no FlashAttention kernel"))
+    return DeviceProfile(
+        f"sm{major}{minor}", (major, minor), simulated=False, unavailable=tuple(unavailable)
+    )
 
 
 def resolve_attention(
@@ -52,26 +84,32 @@ def resolve_attention(
     head_dim: int,
     modes: Sequence[LayerMode],
     native: bool,
+    latent: Latent | None = None,
     role: Literal["target", "draft"] = "target",
     method: str = "",
     query_tokens: int = 1,
+    device: torch.device | str = "cpu",
     target: Resolution | None = None,
     group: KVGroup | None = None,
 ) -> Resolution:
     """Resolves before any weight is read. Raises AttentionRefused with every candidate's reasons.
 
     `target` is that of the target whose page tables a draft shares; `group` None takes the kind of
-    KV group that the two models' attention allows. Activations are fp32 on the CPU, so that is what
-    `kv_dtype` auto becomes.
+    KV group that the two models' attention allows. Activations are fp32 on the CPU and bf16 on a
+    GPU, so that is what `kv_dtype` auto becomes. `native` matters on the CPU only. With `latent`
+    attention `head_dim` is what is cached.
     """
+    where = torch.device(device)
+    on_gpu = where.type == "cuda"
     shape = AttentionShape(
         name="",
-        kind=Kind.MHA,
+        kind=Kind.MLA if latent else Kind.MHA,
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_dim,
         modes=tuple(modes),
-        dtype="float32",
+        dtype="bfloat16" if on_gpu else "float32",
+        latent=latent,
     )
     request = Request(
         shape=shape,
@@ -88,20 +126,88 @@ def resolve_attention(
         kind = group or kv_group(request, target.request, colocated=True)
         # Pages are the target's, so is their size.
         request = replace(request, kv_group=kind, page_tokens=target.geometry.page_tokens)
-    return resolve(request, cpu_device(native), target)
+    return resolve(request, cuda_device(where.index) if on_gpu else cpu_device(native), target)
 
 
-def make_backend(resolution: Resolution, cache: KVCache, bucket: int = 0) -> AttentionBackend:
+def make_backend(resolution: Resolution, cache: PagedCache, bucket: int = 0) -> AttentionBackend:
     """Builds what was resolved over a cache of that geometry; BackendUnavailable where the memory
-    allocated disagrees with it. `bucket` is the KV bucket of TORCH_SDPA, 0 for none.
+    allocated disagrees with it. `bucket` is the KV bucket of the torch backends, 0 for none.
     """
-    tensors = (*cache.k, *cache.v)
-    allocated = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    resolution.geometry.check_allocated(cache.page_count, allocated)
+    resolution.geometry.check_allocated(cache.page_count, cache.allocated_bytes)
     for line in resolution.lines():
         log.info("%s", line)
-    shape = resolution.request.shape
-    if resolution.chosen == CpuAttention.name:
-        return CpuAttention(cache, shape.heads, shape.modes)
-    assert resolution.chosen == TorchSdpa.name, resolution.chosen
-    return TorchSdpa(cache, shape.heads, shape.modes, bucket)
+    if isinstance(cache, LatentCache):
+        return _LATENT_BUILDERS[resolution.chosen](resolution, cache, bucket)
+    assert isinstance(cache, KVCache)
+    return _BUILDERS[resolution.chosen](resolution, cache, bucket)
+
+
+def _cpu(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    return CpuAttention(cache, found.request.shape.heads, found.request.shape.modes)
+
+
+def _sdpa(found: Resolution, cache: KVCache, bucket: int) -> AttentionBackend:
+    return TorchSdpa(cache, found.request.shape.heads, found.request.shape.modes, bucket)
+
+
+# What needs a package, or takes long to import, is imported when it is chosen.
+def _triton(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.triton_attn import TritonAttention
+
+    shape = found.request.shape
+    return TritonAttention(cache, shape.heads, shape.modes, _dtype(shape))
+
+
+def _flashinfer(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.flashinfer_attn import FlashInferAttention
+
+    shape = found.request.shape
+    return FlashInferAttention(cache, shape.heads, shape.modes, _dtype(shape))
+
+
+def _flash(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.flash_attn import FlashAttention
+
+    return FlashAttention(cache, found.request.shape.heads, found.request.shape.modes)
+
+
+def _flex(found: Resolution, cache: KVCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.flex_attn import FlexAttention
+
+    return FlexAttention(cache, found.request.shape.heads, found.request.shape.modes)
+
+
+def _dtype(shape: AttentionShape) -> torch.dtype:
+    """The activations'."""
+    known = (torch.float32, torch.float16, torch.bfloat16)
+    return next(dtype for dtype in known if str(dtype) == f"torch.{shape.dtype}")
+
+
+_BUILDERS: dict[str, Callable[[Resolution, KVCache, int], AttentionBackend]] = {
+    "CPU_ATTN": _cpu,
+    "TORCH_SDPA": _sdpa,
+    "TRITON_ATTN": _triton,
+    "FLASHINFER": _flashinfer,
+    "FLASH_ATTN": _flash,
+    "FLEX_ATTENTION": _flex,
+}
+
+
+def _torch_mla(found: Resolution, cache: LatentCache, bucket: int) -> AttentionBackend:
+    shape = found.request.shape
+    assert shape.latent is not None
+    return TorchMla(cache, shape.heads, shape.modes, bucket, shape.latent.scale)
+
+
+def _triton_mla(found: Resolution, cache: LatentCache, _bucket: int) -> AttentionBackend:
+    from engine.attention.triton_mla import TritonMla
+
+    shape = found.request.shape
+    assert shape.latent is not None
+    return TritonMla(cache, shape.heads, shape.modes, shape.latent.scale, _dtype(shape))
+
+
+_LATENT_BUILDERS: dict[str, Callable[[Resolution, LatentCache, int], AttentionBackend]] = {
+    "TORCH_MLA": _torch_mla,
+    "TRITON_MLA": _triton_mla,
+}

@@ -105,7 +105,16 @@ _ORDERS = (
     Order(("CPU_MLA", "AMX_MLA"), (*_MLA, *_SPARSE), (CPU,)),
     Order(("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4"), _DSV4),
 )
-_NATIVE_ORDER = ("CPU_ATTN", "TORCH_SDPA")
+_NATIVE_ORDERS = (
+    Order(("TRITON_MLA", "TORCH_MLA", "FLASHINFER_MLA"), _MLA, (ANY_GPU,)),
+    Order(("TORCH_MLA", "TRITON_MLA"), _MLA),
+    Order(
+        ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN", "FLEX_ATTENTION", "TORCH_SDPA"),
+        _MHA,
+        (ANY_GPU,),
+    ),
+    Order(("CPU_ATTN", "TORCH_SDPA"), tuple(Kind)),
+)
 
 
 def order_for(
@@ -119,9 +128,7 @@ def order_for(
     head_size: int,
 ) -> tuple[str, ...]:
     """Names to try for layers of a kind, best first."""
-    if engine == "native":
-        return _NATIVE_ORDER
-    for order in _ORDERS:
+    for order in _NATIVE_ORDERS if engine == "native" else _ORDERS:
         wanted = (
             (order.causal, causal),
             (order.quantised, quantised),

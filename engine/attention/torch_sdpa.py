@@ -1,4 +1,5 @@
-"""TORCH_SDPA: torch's scaled_dot_product_attention over gathered pages. Any device, any layer mode.
+"""TORCH_SDPA and TORCH_MLA: torch's scaled_dot_product_attention over gathered pages. Any device,
+any layer mode.
 
 The query heads of one KV head are folded into rows, so keys and values are never expanded. Torch
 picks kernels by shape, so a row may depend on the rows beside it; `bucket` rounds the number of
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, LayerMode, Span
 from engine.attention.mask import key_range
-from engine.kv.cache import KVCache
+from engine.kv.cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,22 @@ class TorchSdpa(AttentionBackend):
     rows_independent = False
 
     def __init__(
-        self, cache: KVCache, query_heads: int, modes: Sequence[LayerMode], bucket: int = 0
+        self,
+        cache: PagedCache,
+        query_heads: int,
+        modes: Sequence[LayerMode],
+        bucket: int = 0,
+        scale: float | None = None,
     ) -> None:
         super().__init__(cache, query_heads, modes)
-        self.bucket = bucket
+        self.bucket, self.scale = bucket, scale
         self._group = query_heads // cache.geometry.kv_heads
 
     def plan(self, spans: Sequence[Span]) -> list[SpanPlan]:
-        return [self._plan_span(span) for span in spans]
+        return [self._plan_span(span) for span in spans if span.row_count]
 
     def _plan_span(self, span: Span) -> SpanPlan:
-        page_tokens, device = self.cache.geometry.page_tokens, self.cache.k[0].device
+        page_tokens, device = self.cache.geometry.page_tokens, self.cache.device
         end = span.start + span.row_count
         keys = -(-end // self.bucket) * self.bucket if self.bucket else end
         held = span.table.pages[: -(-end // page_tokens)]
@@ -61,7 +67,7 @@ class TorchSdpa(AttentionBackend):
         return SpanPlan(rows, torch.tensor(pages, device=device), keys, masks)
 
     def run(self, plan: list[SpanPlan], layer: int, q: Tensor) -> Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty((*q.shape[:2], self.cache.geometry.value_width))
         for span in plan:
             out[span.rows] = self._run_span(span, layer, q[span.rows])
         return out
@@ -70,13 +76,20 @@ class TorchSdpa(AttentionBackend):
         rows, _, dim = q.shape
         kv_heads = self.cache.geometry.kv_heads
         k, v = (
-            cache[span.pages].flatten(0, 1)[: span.keys].transpose(0, 1).to(q.dtype)
-            for cache in (self.cache.k[layer], self.cache.v[layer])
+            found[: span.keys].transpose(0, 1).to(q.dtype)
+            for found in self.cache.gather(layer, span.pages)
         )
         # [rows, kv_heads, group, dim] -> [kv_heads, rows * group, dim]
         folded = q.reshape(rows, kv_heads, self._group, dim).transpose(0, 1).flatten(1, 2)
         mask = span.masks[self.modes[layer]]
         out = torch.nn.functional.scaled_dot_product_attention(
-            folded[None], k[None], v[None], attn_mask=mask[None]
+            folded[None], k[None], v[None], attn_mask=mask[None], scale=self.scale
         )[0]
-        return out.view(kv_heads, rows, self._group, dim).transpose(0, 1).reshape(q.shape)
+        unfolded = out.view(kv_heads, rows, self._group, v.shape[2]).transpose(0, 1)
+        return unfolded.reshape(rows, self.query_heads, v.shape[2])
+
+
+class TorchMla(TorchSdpa):
+    """The same over latent KV: one key for all heads, whose beginning is the value."""
+
+    name: ClassVar[str] = "TORCH_MLA"

@@ -4,10 +4,30 @@ compare."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+
+
+class CacheGeometry(Protocol):
+    """Layout of one KV group: what pages and backends need to know of any kind."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def value_width(self) -> int:
+        """Values of one KV head."""
+
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +39,10 @@ class KVGeometry:
     head_dim: int
     page_tokens: int
     dtype: torch.dtype
+
+    @property
+    def value_width(self) -> int:
+        return self.head_dim
 
     @property
     def bytes_per_token(self) -> int:
@@ -37,27 +61,56 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     )
 
 
-class KVCache:
+class PagedCache(ABC):
+    """The memory of one KV group, `data`, checked against its geometry."""
+
+    geometry: CacheGeometry
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        page_count: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.geometry, self.page_count = geometry, page_count
+        self.data = zeros(shape, dtype, torch.device(device))
+        expected = geometry.bytes_per_token * geometry.page_tokens * page_count
+        allocated = self.allocated_bytes
+        assert allocated == expected, f"allocated {allocated} bytes, geometry says {expected}"
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @abstractmethod
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [tokens, kv_heads, key width] and values [tokens, kv_heads, value width] of whole
+        pages (int64 [n]), in their order."""
+
+    @abstractmethod
+    def copy_page(self, source: int, to: int) -> None:
+        """Copies one page of every layer."""
+
+
+class KVCache(PagedCache):
     """Tensors of one KV group: `data` [layers, 2, pages, page_tokens, kv_heads, head_dim] and its
     parts `k[layer]` and `v[layer]`.
     """
 
+    geometry: KVGeometry
+
     def __init__(
         self, geometry: KVGeometry, page_count: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.geometry, self.page_count = geometry, page_count
-        shape = (
-            geometry.layers,
-            2,
-            page_count,
-            geometry.page_tokens,
-            geometry.kv_heads,
-            geometry.head_dim,
-        )
-        self.data = zeros(shape, geometry.dtype, torch.device(device))
-        allocated = self.data.numel() * self.data.element_size()
-        expected = geometry.bytes_per_token * geometry.page_tokens * page_count
-        assert allocated == expected, f"allocated {allocated} bytes, geometry says {expected}"
+        token = (geometry.page_tokens, geometry.kv_heads, geometry.head_dim)
+        shape = (geometry.layers, 2, page_count, *token)
+        super().__init__(geometry, page_count, shape, geometry.dtype, device)
         self.k = [self.data[layer, 0] for layer in range(geometry.layers)]
         self.v = [self.data[layer, 1] for layer in range(geometry.layers)]
 
@@ -66,6 +119,8 @@ class KVCache:
         self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, slots, k.to(self.geometry.dtype))
         self.v[layer].view(-1, *v.shape[1:]).index_copy_(0, slots, v.to(self.geometry.dtype))
 
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k[layer][pages].flatten(0, 1), self.v[layer][pages].flatten(0, 1)
+
     def copy_page(self, source: int, to: int) -> None:
-        """Copies one page of every layer."""
         self.data[:, :, to] = self.data[:, :, source]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from engine.kv.cache import KVCache
+from engine.kv.cache import PagedCache
 from engine.kv.pool import PagePool
 
 
@@ -17,7 +17,7 @@ class PagedGroups:
     """`caches` by group name. All have the same number of pages of the same size; pages of the
     caches behind those of the pool belong to no table."""
 
-    def __init__(self, pool: PagePool, caches: Mapping[str, KVCache]) -> None:
+    def __init__(self, pool: PagePool, caches: Mapping[str, PagedCache]) -> None:
         for cache in caches.values():
             assert cache.page_count >= pool.page_count
             assert cache.geometry.page_tokens == pool.page_tokens

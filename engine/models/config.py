@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from engine.attention.base import LayerMode
+from engine.attention.layers import FULL, SLIDING, layer_types, model_modes
+from engine.attention.mode import LayerMode
 from engine.errors import CheckpointError
 from engine.models.fields import flag, number, positive, refuse, token_ids
+from engine.models.latent_config import (
+    ExpertsConfig,
+    LatentConfig,
+    parse_experts,
+    parse_latent,
+)
 from engine.models.rope import Rope, extended_positions, parse_rope
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+_QWENS = ("qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """`modes` has one entry per layer. `max_positions` is the most that a session may have."""
+    """`modes` has one entry per layer. `max_positions` is the most that a session may have.
+
+    With `latent` attention `kv_heads` is 1 and `head_dim` what is cached: the latent values and the
+    key that turns. Its biases are those of the products from and to the hidden state.
+    `unread_layers` stand in the checkpoint behind the last: they predict further tokens.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -37,6 +49,9 @@ class ModelConfig:
     bos_token_id: int | None
     pad_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
+    unread_layers: int = 0
 
     @property
     def default_length(self) -> int:
@@ -50,7 +65,8 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class Family:
     """What a model type fixes. A bias is fixed, or a flag of the config; `defaults` are what
-    transformers assumes where a config.json is silent.
+    transformers assumes where a config.json is silent. `scoring`, of experts, stands for latent
+    attention too.
     """
 
     architecture: str
@@ -58,6 +74,7 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     head_norms: bool = False
+    scoring: Literal["", "softmax", "sigmoid"] = ""
     defaults: tuple[tuple[str, Any], ...] = ()
 
 
@@ -72,6 +89,35 @@ _MISTRAL = (
     ("num_key_value_heads", 8),
     ("max_position_embeddings", 131072),
     ("sliding_window", 4096),
+)
+_LATENT = (
+    ("kv_lora_rank", 512),
+    ("qk_nope_head_dim", 128),
+    ("qk_rope_head_dim", 64),
+    ("v_head_dim", 128),
+)
+_DEEPSEEK_V2 = (
+    *_LATENT,
+    ("q_lora_rank", 1536),
+    ("max_position_embeddings", 2048),
+    ("first_k_dense_replace", 0),
+    ("n_routed_experts", 64),
+    ("n_shared_experts", 2),
+    ("moe_intermediate_size", 1407),
+    ("routed_scaling_factor", 1.0),
+)
+_DEEPSEEK_V3 = (
+    *_LATENT,
+    ("q_lora_rank", 1536),
+    ("max_position_embeddings", 4096),
+    ("first_k_dense_replace", 3),
+    ("n_routed_experts", 256),
+    ("n_shared_experts", 1),
+    ("num_experts_per_tok", 8),
+    ("moe_intermediate_size", 2048),
+    ("routed_scaling_factor", 2.5),
+    ("n_group", 8),
+    ("topk_group", 4),
 )
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -90,6 +136,21 @@ FAMILIES: dict[str, Family] = {
         head_norms=True,
         defaults=(*_QWEN, ("head_dim", 128)),
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        "mlp_bias",
+        scoring="softmax",
+        defaults=_DEEPSEEK_V2,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        scoring="sigmoid",
+        defaults=_DEEPSEEK_V3,
+    ),
 }
 _EXPERTS = (
     "num_experts",
@@ -103,7 +164,7 @@ _EXPERTS = (
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if config.get("architectures") not in (None, [family.architecture]):
         raise refuse("architectures", config["architectures"], f"['{family.architecture}']")
-    for key in _EXPERTS:
+    for key in () if family.scoring else _EXPERTS:
         if config.get(key):
             raise refuse(key, config[key], "dense models only, without experts")
     for key in ("quantization_config", "compression_config"):
@@ -121,41 +182,26 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
             raise refuse(key, config[key], repr(accepted))
 
 
-def layer_types(config: Mapping[str, Any], count: int) -> list[str] | None:
-    """`layer_types`, checked; None where the config has none."""
-    types = config.get("layer_types")
-    if not types:
-        return None
-    if not isinstance(types, list) or len(types) != count or set(types) - {FULL, SLIDING}:
-        raise refuse("layer_types", types, f"{count} of {FULL}, {SLIDING}")
-    return types
-
-
 def _modes(config: Mapping[str, Any], count: int) -> tuple[LayerMode, ...]:
-    """Windows per layer. Mistral: `sliding_window` on every layer. Qwen: with `use_sliding_window`
-    from layer `max_window_layers` on, or where `layer_types` says so. Llama has none.
+    """Windows per layer; keys that contradict each other are refused. Mistral: `sliding_window` on
+    every layer. Qwen: with `use_sliding_window` from layer `max_window_layers` on, or where
+    `layer_types` says so. The others have none.
     """
     model_type, types = config["model_type"], layer_types(config, count)
-    windowed: list[bool]
+    window = config.get("sliding_window") is not None
     if model_type == "mistral":
-        windowed = [config.get("sliding_window") is not None] * count
-        if types and windowed != [kind == SLIDING for kind in types]:
+        if types and any(window != (kind == SLIDING) for kind in types):
             raise refuse("layer_types", types, "what sliding_window says, for every layer")
-    elif model_type == "llama" or not flag(config, "use_sliding_window"):
-        windowed = [False] * count
+    elif model_type not in _QWENS or not flag(config, "use_sliding_window") or not window:
         if types and SLIDING in types:
-            raise refuse("layer_types", types, f"{FULL} only without use_sliding_window")
-    elif config.get("sliding_window") is None:
-        windowed = [False] * count
-    elif types:
-        windowed = [kind == SLIDING for kind in types]
-    else:
+            accepted = f"{FULL} only without use_sliding_window and sliding_window"
+            raise refuse("layer_types", types, accepted)
+        return (LayerMode(),) * count
+    elif not types:
         first = config["max_window_layers"]
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise refuse("max_window_layers", first, "a number of layers, 0 or more")
-        windowed = [index >= first for index in range(count)]
-    window = positive(config, "sliding_window") if any(windowed) else None
-    return tuple(LayerMode(window=window if here else None) for here in windowed)
+    return model_modes(config)
 
 
 def read_heads(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
@@ -179,6 +225,11 @@ def _special_id(config: Mapping[str, Any], key: str) -> int | None:
     return value
 
 
+def _unread_layers(config: Mapping[str, Any]) -> int:
+    key = "num_nextn_predict_layers"
+    return positive(config, key) if config.get(key) else 0
+
+
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads a Hugging Face config.json of a supported family; refuses by name what the engine does
     not do. Raises CheckpointError.
@@ -196,9 +247,16 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         return flag(config, rule) if isinstance(rule, str) else rule
 
     layer_count, hidden = positive(config, "num_hidden_layers"), positive(config, "hidden_size")
-    heads, kv_heads, head_dim = read_heads(config, hidden)
     positions = positive(config, "max_position_embeddings")
-    rope = parse_rope(config, head_dim, positions, default_theta=10000.0)
+    latent = experts = None
+    if family.scoring:
+        latent = parse_latent(config, interleaved=True)
+        experts = parse_experts(config, layer_count, family.scoring)
+        heads, kv_heads, head_dim = positive(config, "num_attention_heads"), 1, latent.width
+        rope = parse_rope(config, latent.rope, positions, default_theta=10000.0)
+    else:
+        heads, kv_heads, head_dim = read_heads(config, hidden)
+        rope = parse_rope(config, head_dim, positions, default_theta=10000.0)
     return ModelConfig(
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden,
@@ -219,4 +277,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=_special_id(config, "bos_token_id"),
         pad_token_id=_special_id(config, "pad_token_id"),
         eos_token_ids=token_ids(config.get("eos_token_id")),
+        latent=latent,
+        experts=experts,
+        unread_layers=_unread_layers(config) if latent else 0,
     )

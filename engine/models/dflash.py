@@ -3,15 +3,14 @@ target hidden states.
 
 A context vector c = RMSNorm(fc(taps)) enters every layer as keys and values only; a block [anchor,
 mask, ...] is the query.
-The model holds the draft's layers and, from the target's checkpoint, the embedding and the head:
-no target body.
+The model holds the draft's layers, an embedding and a head, no target body; `draft_loading.py`
+makes one from a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,18 +19,17 @@ from engine.attention.base import Span
 from engine.attention.request import KVGroup
 from engine.attention.resolution import Resolution
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
-from engine.default_model import resolve_model
-from engine.device import kv_dtype, use_native
-from engine.errors import CheckpointError
-from engine.kv.cache import KVCache, KVGeometry
+from engine.device import use_native
+from engine.kv.cache import CacheGeometry, PagedCache
 from engine.kv.groups import PagedGroups
 from engine.kv.pool import PagePool, PageTable, TableView
-from engine.linear import Int8Linear, Linear
-from engine.models.config import ModelConfig, from_hf
-from engine.models.dflash_config import DFlashConfig, parse_dflash
-from engine.models.layers import NATIVE, TORCH, HeadNorms, QkvShape, RopeTables, Rows
-from engine.models.rope import rope_tables
-from engine.weights import Weights, fingerprint, read_json
+from engine.linear import Linear
+from engine.models.dflash_config import DFlashConfig
+from engine.models.draft_attention import draft_attention
+from engine.models.draft_vocabulary import DraftVocabulary
+from engine.models.family import build_cache, cache_geometry, latent_of
+from engine.models.layers import NATIVE, TORCH, Kernels, Rows
+from engine.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +74,19 @@ class ContextRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTables:
+    """embedding [vocabulary, hidden]; `head` with the rows that `vocabulary` has; `mask_vector`
+    fp32 [hidden], what masked slots are made of where it is not the embedding of the mask id."""
+
+    embedding: Tensor
+    head: Linear
+    vocabulary: DraftVocabulary
+    mask_vector: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor
-    qkv: Linear
-    head_norms: HeadNorms
-    o: Linear
     post_norm: Tensor
     gate_up: Linear
     down: Linear
@@ -108,6 +114,7 @@ def choose_attention(
         head_dim=config.head_dim,
         modes=config.modes,
         native=use_native(options.kernels),
+        latent=latent_of(config),
         role="draft",
         method=method,
         query_tokens=config.block_size,
@@ -116,15 +123,8 @@ def choose_attention(
     )
 
 
-def geometry_of(config: DFlashConfig, attention: Resolution) -> KVGeometry:
-    """The layout of the context K/V as it was resolved."""
-    return KVGeometry(
-        config.layer_count,
-        config.kv_heads,
-        config.head_dim,
-        attention.geometry.page_tokens,
-        kv_dtype(attention.geometry.dtype),
-    )
+def kernels_of(options: DFlashOptions) -> Kernels:
+    return NATIVE if use_native(options.kernels) else TORCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,91 +132,64 @@ class ContextMemory:
     """Where the context K/V lives: `cache` is one of the groups under the tables of `pages`."""
 
     pages: PagedGroups
-    cache: KVCache
+    cache: PagedCache
 
     @classmethod
-    def own(cls, geometry: KVGeometry, page_count: int) -> ContextMemory:
+    def own(cls, geometry: CacheGeometry, page_count: int) -> ContextMemory:
         """Pages of the draft alone."""
-        pool, cache = PagePool(page_count, geometry.page_tokens), KVCache(geometry, page_count)
+        pool, cache = PagePool(page_count, geometry.page_tokens), build_cache(geometry, page_count)
         return cls(PagedGroups(pool, {"draft": cache}), cache)
 
 
 class DFlashModel:
     """A loaded draft, in pages of its own or of its target. One thread calls it."""
 
-    first_slot = 1  # of a block, the first that proposes: the anchor's own proposes nothing
-
     def __init__(
         self,
         config: DFlashConfig,
         draft: Weights,
-        embedding: Tensor,
-        head: Tensor | Linear,
+        tables: DraftTables,
         options: DFlashOptions,
         attention: Resolution,
         memory: ContextMemory | None = None,
     ) -> None:
-        """A `head` that is packed already is shared as it is; a tensor is packed as the options
-        say. Without `memory` the draft gets pages of its own."""
-        self.config = config
-        native = use_native(options.kernels)
-        self.kernels = NATIVE if native else TORCH
-        geometry = geometry_of(config, attention)
+        """Without `memory` the draft gets pages of its own."""
+        self.config, self.first_slot = config, config.first_slot
+        self.kernels = kernels_of(options)
+        geometry = cache_geometry(config, attention.geometry)
         memory = memory or ContextMemory.own(geometry, options.page_count)
         self._pages, self.pool, self.cache = memory.pages, memory.pages.pool, memory.cache
         self._backend, self.attention = make_backend(attention, self.cache), attention.report()
-        self._embedding = embedding
-        self._head = _head(head, options, self.kernels.pack)
-        self._rope = RopeTables(*rope_tables(config.rope, config.head_dim, config.max_positions))
-        self._shape = QkvShape(config.heads, config.kv_heads, config.head_dim)
+        self._embedding, self._head = tables.embedding, tables.head
+        self._mask_vector, self.vocabulary = tables.mask_vector, tables.vocabulary
         d = config.hidden_size
         self._fc = self.kernels.pack(draft.take("fc.weight", d, config.row_width))
         self._hidden_norm = draft.take("hidden_norm.weight", d).float()
         self._norm = draft.take("norm.weight", d).float()
-        self._layers: list[_Layer] = []
-        context: list[Tensor] = []
-        for index in range(config.layer_count):
-            context.append(self._take_layer(draft, index))
-        draft.finish()
-        # One product gives the context keys and values of every layer.
-        self._context_kv = self.kernels.pack(torch.cat(context))
-        self._k_norms = torch.stack([layer.head_norms[1] for layer in self._layers])
+        self._layer_attention = draft_attention(config, draft, self.kernels, self.cache)
+        self._layers = [self._take_layer(draft, index) for index in range(config.layer_count)]
 
     @property
     def max_draft_tokens(self) -> int:
         """What one block proposes."""
-        return self.config.block_size - self.first_slot
+        return self.config.max_draft_tokens
 
-    def _take_layer(self, draft: Weights, index: int) -> Tensor:
-        """Reads layer `index`; returns its key and value weights."""
+    def _take_layer(self, draft: Weights, index: int) -> _Layer:
+        """Layer `index` but for its attention."""
         c, prefix = self.config, f"layers.{index}"
-        d, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        take, pack = draft.take, self.kernels.pack
-        w_q = take(f"{prefix}.self_attn.q_proj.weight", q, d)
-        w_kv = torch.cat(
-            [take(f"{prefix}.self_attn.{name}_proj.weight", kv, d) for name in ("k", "v")]
-        )
+        d, take, pack = c.hidden_size, draft.take, self.kernels.pack
         gate_up = torch.cat(
             [
                 take(f"{prefix}.mlp.{name}_proj.weight", c.intermediate_size, d)
                 for name in ("gate", "up")
             ]
         )
-        self._layers.append(
-            _Layer(
-                input_norm=take(f"{prefix}.input_layernorm.weight", d).float(),
-                qkv=pack(torch.cat((w_q, w_kv))),
-                head_norms=(
-                    take(f"{prefix}.self_attn.q_norm.weight", c.head_dim).float(),
-                    take(f"{prefix}.self_attn.k_norm.weight", c.head_dim).float(),
-                ),
-                o=pack(take(f"{prefix}.self_attn.o_proj.weight", d, q)),
-                post_norm=take(f"{prefix}.post_attention_layernorm.weight", d).float(),
-                gate_up=pack(gate_up),
-                down=pack(take(f"{prefix}.mlp.down_proj.weight", d, c.intermediate_size)),
-            )
+        return _Layer(
+            input_norm=take(f"{prefix}.input_layernorm.weight", d).float(),
+            post_norm=take(f"{prefix}.post_attention_layernorm.weight", d).float(),
+            gate_up=pack(gate_up),
+            down=pack(take(f"{prefix}.mlp.down_proj.weight", d, c.intermediate_size)),
         )
-        return w_kv
 
     def write_context(self, table: PageTable, start: int, rows: Tensor, origin: int = 0) -> None:
         """Stores K/V of positions [start, start + len(rows)) and sets the table's length to their
@@ -256,15 +229,12 @@ class DFlashModel:
         who calls it owns the tables."""
         c = self.config
         x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, c.rms_eps)
-        kv, shape = self._context_kv(x), (c.kv_heads, c.head_dim)
-        self.kernels.store_context(
-            kv, shape, self._k_norms, c.rms_eps, self._rope, positions, slots, self.cache.data
-        )
+        self._layer_attention.write_context(x, positions, slots)
 
     @torch.inference_mode()
     def propose_logits(self, blocks: Sequence[Block], count: int | None = None) -> Tensor:
-        """Logits [len(blocks), count, head rows] of the first `count` fill-in slots (default:
-        block_size - 1), fp32.
+        """Logits [len(blocks), count, vocabulary] of the first `count` slots that propose (default:
+        all), fp32; with `head_rows` the vocabulary ends there.
 
         The whole trained block always runs, since its slots see each other; only the slots asked
         for go through the head.
@@ -273,7 +243,8 @@ class DFlashModel:
         """
         count = self.config.max_draft_tokens if count is None else count
         states = self.states(blocks, count)
-        return self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
+        logits = self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
+        return self.vocabulary.widen(logits)
 
     @torch.inference_mode()
     def states(self, blocks: Sequence[Block], count: int) -> Tensor:
@@ -309,66 +280,18 @@ class DFlashModel:
         )
 
     def _run(self, rows: Rows) -> Tensor:
-        run, eps = self.kernels, self.config.rms_eps
+        run, eps, attention = self.kernels, self.config.rms_eps, self._layer_attention
         residual = run.embed(rows.ids, self._embedding)
+        if self._mask_vector is not None:
+            blocks = residual.view(-1, self.config.block_size, self.config.hidden_size)
+            blocks[:, 1:] = self._mask_vector
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            qkv = run.norm_linear(residual, delta, layer.input_norm, eps, layer.qkv)
-            pages = self.cache.k[index], self.cache.v[index]
-            q = run.store(qkv, self._shape, layer.head_norms, eps, self._rope, rows, pages)
-            attended = self._backend.run(rows.plan, index, q).flatten(1)
-            delta = run.linear_add(attended, layer.o, residual)
+            into = attention.into[index]
+            projected = run.norm_linear(residual, delta, layer.input_norm, eps, into)
+            queries = attention.store(index, projected, rows)
+            found = attention.found(index, self._backend.run(rows.plan, index, queries))
+            delta = run.linear_add(found, attention.out[index], residual)
             inner = run.norm_gated(residual, delta, layer.post_norm, eps, layer.gate_up)
             delta = run.linear_add(inner, layer.down, residual)
         return run.norm(residual, delta, self._norm, eps)
-
-
-def _head(
-    head: Tensor | Linear, options: DFlashOptions, pack: Callable[[Tensor], Linear]
-) -> Linear:
-    if isinstance(head, Linear):
-        return head
-    head = head[: options.head_rows or head.shape[0]]
-    return Int8Linear(head) if options.int8_head else pack(head)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A draft and what the handshake says about it."""
-
-    model: DFlashModel
-    name: str
-    fingerprint: str
-    target_fingerprint: str
-
-
-def target_tables(
-    directory: Path, target: ModelConfig, options: DFlashOptions
-) -> tuple[Tensor, Tensor]:
-    """Embedding and head [vocab, hidden] of the target's checkpoint. Raises CheckpointError."""
-    weights = Weights(directory, options.weight_dtype)
-    shape = (target.vocab_size, target.hidden_size)
-    if options.head_rows < 0 or options.head_rows > shape[0]:
-        raise CheckpointError(
-            f"head_rows = {options.head_rows} is not supported; accepted: 0 .. {shape[0]}"
-        )
-    embedding = weights.take("model.embed_tokens.weight", *shape)
-    return embedding, embedding if target.tied_head else weights.take("lm_head.weight", *shape)
-
-
-def load_dflash(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:
-    """Loads a z-lab style checkpoint, and embedding and head from the target's. Raises
-    CheckpointError, and AttentionRefused before any weight is read."""
-    options = options or DFlashOptions()
-    source = resolve_model(target)
-    target_config = from_hf(read_json(source.directory / "config.json"))
-    config = parse_dflash(read_json(checkpoint / "config.json"), target_config)
-    if (checkpoint / "mask_embedding.pt").exists():
-        raise CheckpointError("a mask vector of its own (mask_embedding.pt) is not supported")
-    attention = choose_attention(config, options)
-    embedding, head = target_tables(source.directory, target_config, options)
-    draft = Weights(checkpoint, options.weight_dtype)
-    model = DFlashModel(config, draft, embedding, head, options, attention)
-    return LoadedDraft(
-        model, checkpoint.name, fingerprint(checkpoint), fingerprint(source.directory)
-    )

@@ -1,32 +1,49 @@
-"""The explicit internal description of a DFlash draft, read from a z-lab style config.json.
-
-Nothing is inferred from a name, and a key without a safe default must be there.
+"""The explicit internal description of a block draft, DFlash or DSpark, whatever layout its
+checkpoint has; `draft_dialects.py` reads the layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Literal
 
-from engine.attention.layers import draft_modes
 from engine.attention.mode import LayerMode
-from engine.errors import CheckpointError
-from engine.models.config import ModelConfig, read_heads
-from engine.models.fields import number, positive, refuse
-from engine.models.rope import Rope, extended_positions, parse_rope
+from engine.models.latent_config import LatentConfig
+from engine.models.rope import Rope
 
-DEFAULT_ROPE_THETA = 1e6
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovConfig:
+    """The head that corrects a slot by the token before it: see `markov.py`."""
+
+    kind: MarkovKind
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceConfig:
+    """The head that says how likely a slot is accepted; it reads the slot's state, and the Markov
+    row of the token before it when `with_markov`."""
+
+    with_markov: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """`tap_ids` are 0-based target layers whose output, before any final norm, is read.
+    """A block has `block_size` slots, [anchor, mask, ...].
 
-    A block has `block_size` slots, [anchor, mask, ...]; slot s predicts the token at anchor + s
-    (fill-in), so it
-    proposes block_size - 1 tokens.
+    tap_ids            0-based target layers whose output, before any final norm, is read, in order
+    next_token         slot s predicts the token at anchor + s + 1 and every slot proposes; else it
+                       predicts the token at anchor + s (fill-in), and the anchor's proposes nothing
+    modes              causality and window, a layer each
+    rope_interleaved   pairs of the checkpoint's rotation lie side by side; else half a head apart
+    vocab_size         the target's; ids of anchors, of proposals and of Markov rows are below it
+    latent             its dimensions where the attention is latent: then kv_heads is 1 and head_dim
+                       what is cached
+    draft_vocab_size   rows of the drafting head; fewer than vocab_size: `d2t` says whose they are
     """
 
     hidden_size: int
@@ -37,14 +54,20 @@ class DFlashConfig:
     head_dim: int
     rms_eps: float
     rope: Rope
+    rope_interleaved: bool
     max_positions: int
     vocab_size: int
+    draft_vocab_size: int
     block_size: int
+    next_token: bool
     mask_token_id: int
     tap_ids: tuple[int, ...]
     modes: tuple[LayerMode, ...]
     target_hidden_size: int
     target_layer_count: int
+    markov: MarkovConfig | None = None
+    confidence: ConfidenceConfig | None = None
+    latent: LatentConfig | None = None
 
     @property
     def row_width(self) -> int:
@@ -52,106 +75,26 @@ class DFlashConfig:
         return len(self.tap_ids) * self.target_hidden_size
 
     @property
+    def first_slot(self) -> int:
+        """Of a block, the first slot that proposes."""
+        return 0 if self.next_token else 1
+
+    @property
     def max_draft_tokens(self) -> int:
-        return self.block_size - 1
+        return self.block_size - self.first_slot
 
+    @property
+    def slot_mode(self) -> str:
+        return "next_token" if self.next_token else "fill_in"
 
-def _tap_ids(nested: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    ids = nested.get("target_layer_ids")
-    if not ids:
-        raise CheckpointError(
-            "config dflash_config.target_layer_ids is missing; there is no default"
-        )
-    if any(b <= a for a, b in pairwise(ids)):
-        raise refuse("dflash_config.target_layer_ids", ids, "strictly increasing layer ids")
-    if ids[0] < 0 or ids[-1] >= target.layer_count:
-        accepted = f"ids in [0, {target.layer_count}), the target's layers"
-        raise refuse("dflash_config.target_layer_ids", ids, accepted)
-    return tuple(ids)
+    @property
+    def rope_style(self) -> str:
+        """Of the checkpoint, for a handshake."""
+        return "interleaved" if self.rope_interleaved else "neox"
 
-
-def _mask_id(config: Mapping[str, Any], nested: Mapping[str, Any], target: ModelConfig) -> int:
-    mask = nested.get("mask_token_id", config.get("mask_token_id"))
-    reserved = {target.pad_token_id, target.bos_token_id, *target.eos_token_ids}
-    if not isinstance(mask, int) or not 0 <= mask < target.vocab_size or mask in reserved:
-        accepted = f"an id in [0, {target.vocab_size}) that is not pad, bos or eos"
-        raise refuse("dflash_config.mask_token_id", mask, accepted)
-    return mask
-
-
-def _refuse_unsupported(config: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-    if config.get("architectures") != ["DFlashDraftModel"]:
-        raise refuse("architectures", config.get("architectures"), "['DFlashDraftModel']")
-    fixed: tuple[tuple[Mapping[str, Any], str, Any], ...] = (
-        (config, "hidden_act", "silu"),
-        (config, "attention_bias", False),
-        (config, "is_neox_style", True),
-        (config, "rope_is_neox_style", True),
-        (nested, "attention_sink_bias", False),
-        (nested, "attention_value_scale", 1.0),
-        (nested, "use_aux_hidden_state", True),
-        (nested, "sample_from_anchor", False),
-        (nested, "input_embedding_scale", 1.0),
-        (nested, "output_multiplier", 1.0),
-        (nested, "final_logit_softcapping", None),
-        (config, "logit_scale", 1.0),
-    )
-    for values, key, accepted in fixed:
-        if values.get(key, accepted) != accepted:
-            raise refuse(key, values[key], repr(accepted))
-
-
-def parse_dflash(config: Mapping[str, Any], target: ModelConfig) -> DFlashConfig:
-    """Reads the config of a draft made for `target`. Raises CheckpointError naming key, value and
-    what is accepted."""
-    nested = config.get("dflash_config")
-    if not isinstance(nested, dict):
-        raise CheckpointError("config dflash_config is missing: not a DFlash checkpoint")
-    _refuse_unsupported(config, nested)
-    hidden = positive(config, "hidden_size")
-    for key, value, expected in (
-        ("hidden_size", hidden, target.hidden_size),
-        (
-            "target_hidden_size",
-            config.get("target_hidden_size", target.hidden_size),
-            target.hidden_size,
-        ),
-        (
-            "num_target_layers",
-            config.get("num_target_layers", target.layer_count),
-            target.layer_count,
-        ),
-        ("vocab_size", config.get("vocab_size"), target.vocab_size),
-        (
-            "draft_vocab_size",
-            config.get("draft_vocab_size", target.vocab_size),
-            target.vocab_size,
-        ),
-    ):
-        if value != expected:
-            raise refuse(key, value, f"{expected}, the target's")
-    heads, kv_heads, head_dim = read_heads(config, hidden)
-    positions = positive(config, "max_position_embeddings")
-    rope = parse_rope(config, head_dim, positions, DEFAULT_ROPE_THETA)
-    block = positive(nested, "block_size", config.get("block_size"))
-    if block < 2:
-        raise refuse("block_size", block, "2 or more")
-    return DFlashConfig(
-        hidden_size=hidden,
-        intermediate_size=positive(config, "intermediate_size"),
-        layer_count=positive(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_eps=number(config, "rms_norm_eps", 1e-6),
-        rope=rope,
-        # Keys of a draft do not turn again either: `dynamic` stays at the original length.
-        max_positions=positions if rope.kind == "dynamic" else extended_positions(rope, positions),
-        vocab_size=target.vocab_size,
-        block_size=block,
-        mask_token_id=_mask_id(config, nested, target),
-        tap_ids=_tap_ids(nested, target),
-        modes=draft_modes(config),
-        target_hidden_size=target.hidden_size,
-        target_layer_count=target.layer_count,
-    )
+    @property
+    def confidence_width(self) -> int:
+        """Features of the confidence head."""
+        with_markov = self.confidence is not None and self.confidence.with_markov
+        rank = self.markov.rank if self.markov is not None and with_markov else 0
+        return self.hidden_size + rank

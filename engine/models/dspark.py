@@ -1,7 +1,7 @@
 """DSpark (arXiv 2607.05147): a DFlash block, then a left-to-right pass that corrects every slot by
 the token drawn before it.
 
-logits_k = base_k + W2 W1[x_{k-1}], x_0 being the anchor; confidence_k = sigmoid(w [h_k ;
+logits_k = base_k + bias(x_{k-1}, h_k), x_0 being the anchor; confidence_k = sigmoid(w [h_k ;
 W1[x_{k-1}]]). The body, its context and its pages are those of DFlash.
 """
 
@@ -9,36 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.resolution import Resolution
-from engine.default_model import resolve_model
-from engine.errors import CheckpointError
-from engine.linear import Linear
-from engine.models.config import from_hf
-from engine.models.dflash import (
-    Block,
-    ContextMemory,
-    DFlashModel,
-    DFlashOptions,
-    LoadedDraft,
-    choose_attention,
-    target_tables,
-)
-from engine.models.dspark_config import DSparkConfig, parse_dspark
-from engine.weights import Weights, fingerprint, read_json
+from engine.models.dflash import Block, ContextMemory, DFlashModel, DFlashOptions, DraftTables
+from engine.models.dflash_config import DFlashConfig
+from engine.models.markov import MarkovHead
+from engine.weights import Weights
 
-# (slot number from 0, fp32 logits [blocks, head rows]) -> ids int64 [blocks]
+# (slot number from 0, fp32 logits [blocks, vocabulary]) -> ids of the target, int64 [blocks]
 DrawSlot = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """tokens int64 [blocks, count]; logits fp32 [blocks, count, head rows], the Markov bias
+    """tokens int64 [blocks, count]; logits fp32 [blocks, count, vocabulary], the Markov bias
     included; confidence fp32 [blocks, count], the chance that a slot is accepted once those before
     it are, or None without that head."""
 
@@ -52,32 +40,20 @@ class DSparkModel(DFlashModel):
 
     def __init__(
         self,
-        config: DSparkConfig,
+        config: DFlashConfig,
         draft: Weights,
-        embedding: Tensor,
-        head: Tensor | Linear,
+        tables: DraftTables,
         options: DFlashOptions,
         attention: Resolution,
         memory: ContextMemory | None = None,
     ) -> None:
-        self.dspark, body = config, config.body
-        self.first_slot = config.first_slot
-        table = (body.vocab_size, config.markov_rank)
-        # Copies of the target's tables that this layout may hold stand in for them.
-        whole = (body.vocab_size, body.hidden_size)
-        if "embed_tokens.weight" in draft:
-            embedding = draft.take("embed_tokens.weight", *whole)
-        if "lm_head.weight" in draft:
-            head = draft.take("lm_head.weight", *whole)
-        self._w1 = draft.take("markov_head.markov_w1.weight", *table)
-        w2 = draft.take("markov_head.markov_w2.weight", *table)
+        super().__init__(config, draft, tables, options, attention, memory)
+        self._markov = MarkovHead(config, draft, tables.vocabulary, self.kernels)
         self._confidence: tuple[Tensor, Tensor] | None = None
-        if config.confidence:
+        if config.confidence is not None:
             weight = draft.take("confidence_head.proj.weight", 1, config.confidence_width).float()
             name, bias = "confidence_head.proj.bias", torch.zeros(1)
             self._confidence = weight, draft.take(name, 1).float() if name in draft else bias
-        super().__init__(body, draft, embedding, head, options, attention, memory)
-        self._w2 = self.kernels.pack(w2[: options.head_rows or None])
 
     @torch.inference_mode()
     def propose(
@@ -89,38 +65,22 @@ class DSparkModel(DFlashModel):
         states = self.states(blocks, count)
         base = self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
         previous = torch.tensor([block.anchor for block in blocks])
-        before, tokens, logits = [], [], []
+        rows, tokens, logits = [], [], []
+        state = self._markov.begin(len(blocks))
         for slot in range(count):
-            before.append(self._w1[previous].float())
-            corrected = base[:, slot] + self._w2(before[-1])
-            previous = draw(slot, corrected)
+            step = self._markov.step(previous, states[:, slot], state)
+            corrected = self.vocabulary.widen(base[:, slot] + step.bias)
+            previous, state = draw(slot, corrected), step.state
+            rows.append(step.row)
             tokens.append(previous)
             logits.append(corrected)
-        confidence = self._accepted(states, torch.stack(before, 1))
+        confidence = self._accepted(states, torch.stack(rows, 1))
         return Proposals(torch.stack(tokens, 1), torch.stack(logits, 1), confidence)
 
     def _accepted(self, states: Tensor, rows: Tensor) -> Tensor | None:
         """What the confidence head says, from states and the Markov rows of the tokens before."""
-        if self._confidence is None:
+        if self._confidence is None or self.config.confidence is None:
             return None
-        with_markov = self.dspark.confidence_with_markov
+        with_markov = self.config.confidence.with_markov
         features = torch.cat((states, rows), -1) if with_markov else states
         return F.linear(features, *self._confidence)[..., 0].sigmoid()
-
-
-def load_dspark(checkpoint: Path, target: str, options: DFlashOptions | None = None) -> LoadedDraft:
-    """Loads a DeepSpec style checkpoint, and embedding and head from the target's. Raises
-    CheckpointError."""
-    options = options or DFlashOptions()
-    source = resolve_model(target)
-    target_config = from_hf(read_json(source.directory / "config.json"))
-    config = parse_dspark(read_json(checkpoint / "config.json"), target_config)
-    if (checkpoint / "mask_embedding.pt").exists():
-        raise CheckpointError("a mask vector of its own (mask_embedding.pt) is not supported")
-    attention = choose_attention(config.body, options, "dspark")
-    embedding, head = target_tables(source.directory, target_config, options)
-    draft = Weights(checkpoint, options.weight_dtype)
-    model = DSparkModel(config, draft, embedding, head, options, attention)
-    return LoadedDraft(
-        model, checkpoint.name, fingerprint(checkpoint), fingerprint(source.directory)
-    )

@@ -8,6 +8,20 @@ from typing import Any
 
 from engine.errors import CheckpointError
 
+# The most that a dimension may be, some way above any model there is: what is computed from a
+# config, as one mode per layer, must not exhaust memory before the weights are looked at.
+_MOST = {
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 24,
+}
+_MOST_OTHERS = 2**31 - 1
+
 
 def refuse(key: str, value: object, accepted: str) -> CheckpointError:
     return CheckpointError(f"config {key} = {value!r} is not supported; accepted: {accepted}")
@@ -16,9 +30,11 @@ def refuse(key: str, value: object, accepted: str) -> CheckpointError:
 def positive(
     config: Mapping[str, Any], key: str, default: int | None = None, *, prefix: str = ""
 ) -> int:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise refuse(prefix + key, value, "a positive integer")
+    """Null is absent."""
+    value, most = config.get(key), _MOST.get(key, _MOST_OTHERS)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        raise refuse(prefix + key, value, f"a positive integer, at most {most}")
     return value
 
 

@@ -103,7 +103,7 @@ class LlamaModel:
         """
         run, eps = self.kernels, self.config.rms_eps
         residual = run.embed(rows.ids, self.embedding)
-        tapped = _Taps(taps, tap_rows, residual)
+        tapped = Taps(taps, tap_rows, residual)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             qkv = run.norm_linear(residual, delta, layer.norm, eps, layer.qkv)
@@ -127,7 +127,7 @@ class LlamaModel:
         return self.kernels.head(outputs, None, self.norm, self.config.rms_eps, self.head, None)
 
 
-class _Taps:
+class Taps:
     """Copies the residual stream after the layers asked for, side by side."""
 
     def __init__(self, taps: Sequence[int], to: Tensor | None, residual: Tensor) -> None:

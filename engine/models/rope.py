@@ -59,15 +59,19 @@ class Rope:
         return f"{self.kind} {self.factor:g} of {self.original_positions}"
 
 
-def rope_theta(config: Mapping[str, Any], default: float) -> float:
-    """One source of theta: flat, or in `rope_parameters`; two that disagree are refused (DF-9)."""
+def rope_theta(config: Mapping[str, Any], default: float | None) -> float:
+    """One source of theta: flat, or in `rope_parameters`; two that disagree are refused (DF-9), and
+    none where there is no default."""
     found: dict[str, float] = {}
     for prefix, values in (("", config), *((f"{d}.", config.get(d) or {}) for d in _DIALECTS)):
         if isinstance(values, Mapping) and values.get("rope_theta") is not None:
             found[f"{prefix}rope_theta"] = number(values, "rope_theta", prefix=prefix)
     if len(set(found.values())) > 1:
         raise CheckpointError(f"config gives conflicting rope theta: {found}")
-    return next(iter(found.values()), default)
+    theta = next(iter(found.values()), default)
+    if theta is None:
+        raise refuse("rope_theta", None, "a positive number, here or in rope_parameters")
+    return theta
 
 
 def _dialect(config: Mapping[str, Any], key: str) -> dict[str, Any] | None:
@@ -85,7 +89,7 @@ def _dialect(config: Mapping[str, Any], key: str) -> dict[str, Any] | None:
     named = own.setdefault("rope_type", kind or "default")
     if kind not in (None, named):
         raise CheckpointError(f"config {key} gives both type {kind!r} and rope_type {named!r}")
-    if named not in _KEYS:
+    if not isinstance(named, str) or named not in _KEYS:
         raise refuse(f"{key}.rope_type", named, ", ".join(_KEYS))
     if own.pop("partial_rotary_factor", 1.0) != 1.0:
         raise refuse("partial_rotary_factor", values["partial_rotary_factor"], "1.0")
@@ -106,7 +110,7 @@ def _original(config: Mapping[str, Any], values: Mapping[str, Any], positions: i
 
 
 def parse_rope(
-    config: Mapping[str, Any], head_dim: int, positions: int, default_theta: float
+    config: Mapping[str, Any], head_dim: int, positions: int, default_theta: float | None
 ) -> Rope:
     """Reads `rope_theta` with `rope_scaling`, or `rope_parameters`; both only where they agree.
 

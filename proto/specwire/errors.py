@@ -179,8 +179,11 @@ def from_item(item: common_pb2.ItemError) -> SpecwireError:
     )
 
 
-def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
-    """The typed form of what a call raised, whether a Specwire server or gRPC itself spoke."""
+def from_rpc_error(error: grpc.RpcError, address: str = "") -> SpecwireError:
+    """The typed form of what a call raised, whether a Specwire server or gRPC itself spoke.
+
+    `address` is where the call went: an error that nothing answers there names it.
+    """
     call: Any = error  # both stacks raise objects that also have the accessors of a call
     code: grpc.StatusCode = call.code() or _C.UNKNOWN
     text: str = call.details() or code.name.lower()
@@ -188,6 +191,8 @@ def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
     if code is _C.RESOURCE_EXHAUSTED and "message larger than max" in text:
         bare = Reason.MESSAGE_TOO_LARGE
     status = _status_of(error)
+    if status is None and bare is Reason.UNREACHABLE and address:
+        return _unreachable(address)
     if status is None:
         return SpecwireError(bare, text)
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
@@ -198,6 +203,15 @@ def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
         return SpecwireError(bare, status.message or text)
     delay_ms = retry.retry_delay.ToMilliseconds()
     return _decoded(info.reason, bare, status.message, dict(info.metadata), delay_ms)
+
+
+def _unreachable(address: str) -> SpecwireError:
+    # What gRPC says names sockets and error numbers of its own; it stays the cause of this one.
+    text = (
+        f"no server answers at {address}: not there, not there yet, or gone; check that it runs "
+        "and that this is its address"
+    )
+    return SpecwireError(Reason.UNREACHABLE, text, {"address": address})
 
 
 def _status_of(error: grpc.RpcError) -> status_pb2.Status | None:

@@ -18,6 +18,8 @@ PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 LINK_MESSAGE_BYTES = 16 * 1024 * 1024
 # Items are put into one frame up to this size; the rest is room for one more.
 FRAME_BYTES = LINK_MESSAGE_BYTES // 2
+# Sessions that one heartbeat may list: a worker serves nobody else while it goes through them.
+HEARTBEAT_SESSIONS = 1024
 # Bulk data is cut into pieces of at most this size, so that small frames get between them.
 CHUNK_BYTES = 1024 * 1024
 
@@ -111,6 +113,13 @@ def decode_ids(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tolist()
+
+
+def check_heartbeat(listed: int) -> None:
+    """Raises FIELD_INVALID where a heartbeat lists more sessions than are renewed."""
+    if listed > HEARTBEAT_SESSIONS:
+        accepted = f"up to {HEARTBEAT_SESSIONS} in a heartbeat; those after them were not renewed"
+        raise SpecwireError.field("sessions", listed, accepted)
 
 
 class OutboxFull(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -286,8 +287,68 @@ async def test_a_stream_without_its_end_is_an_error(fake: Fake) -> None:
 
 
 async def test_nobody_there(tmp_path: Any) -> None:
-    for caught in await both(f"unix:{tmp_path}/none", prompt="x"):
-        assert caught.reason is Reason.UNREACHABLE
+    """The address and what to do, none of the library's words about sockets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed_port = f"127.0.0.1:{free.getsockname()[1]}"
+    for address in (f"unix:{tmp_path}/none", closed_port):
+        for caught in await both(address, prompt="x"):
+            assert caught.reason is Reason.UNREACHABLE and caught.code.name == "UNAVAILABLE"
+            assert caught.metadata == {"address": address}
+            assert f"no server answers at {address}" in caught.message
+            assert "check that it runs" in caught.message
+            assert "errno" not in caught.message.lower() and "ipv4" not in caught.message
+        with pytest.raises(SpecwireError, match="no server answers at"):
+            await asyncio.to_thread(Client(address).info)
+
+
+async def test_a_closed_client_says_so(fake: Fake) -> None:
+    def closed(error: SpecwireError) -> bool:
+        return error.reason is Reason.CANCELLED and "the client is closed" in error.message
+
+    client = AsyncClient(fake[1])
+    unread = client.stream(prompt="x")
+    await client.close()
+    await client.close()
+    for ask in (client.info, lambda: client.generate(prompt="x"), lambda: anext(unread)):
+        with pytest.raises(SpecwireError) as caught:
+            await ask()
+        assert closed(caught.value)
+
+    def blocking() -> list[SpecwireError]:
+        client, errors = Client(fake[1]), []
+        unread = client.stream(prompt="x")
+        client.close()
+        client.close()
+        for ask in (client.info, lambda: client.generate(prompt="x"), lambda: next(unread)):
+            with pytest.raises(SpecwireError) as caught:
+                ask()
+            errors.append(caught.value)
+        return errors
+
+    assert all(map(closed, await asyncio.to_thread(blocking)))
+    assert fake[0].calls == 0
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_closing_ends_what_runs_with_a_typed_error(fake: Fake, kind: Any) -> None:
+    servicer, address = fake
+    servicer.endless = True
+    client = kind(address)
+
+    async def run() -> None:
+        if kind is Client:
+            await asyncio.to_thread(client.generate, prompt="x")
+        else:
+            await client.generate(prompt="x")
+
+    running = asyncio.create_task(run())
+    await asyncio.wait_for(servicer.started.wait(), 10)
+    result = client.close()
+    if result is not None:
+        await result
+    with pytest.raises(SpecwireError, match="the client is closed"):
+        await asyncio.wait_for(running, 10)
 
 
 async def test_deadline_ends_the_call_on_both_sides(fake: Fake) -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from engine.attention.base import AttentionBackend, LayerMode, Span
+from engine.attention.flashinfer_attn import library
 from engine.attention.mask import attention_ref, key_range
 from engine.attention.resolution import Resolution
-from engine.attention.select import AttentionOptions, make_backend, resolve_attention
+from engine.attention.select import (
+    AttentionOptions,
+    cuda_device,
+    make_backend,
+    resolve_attention,
+)
 from engine.errors import BackendUnavailable
 from engine.kernels.cpu import ops
 from engine.kv.cache import KVCache, KVGeometry
@@ -92,6 +99,20 @@ def test_matches_fp64(
         out = backend.run(plan, layer, q)
         expected = attention_ref(cache, layer, mode, spans, q)
         torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+
+
+def test_flex_attention_matches_fp64() -> None:
+    """FLEX_ATTENTION, uncompiled as on the CPU; rows that no span has come back as zeros."""
+    cache, spans = build([(0, 13), (40, 1), (9, 0), (37, 8)], 3, 64, 16, torch.bfloat16)
+    q = torch.randn(24, 9, 64)
+    backend = backend_of("FLEX_ATTENTION", cache, 9)
+    assert backend.uncapturable and not backend.rows_independent
+    plan = backend.plan(spans)
+    for layer, mode in enumerate(MODES):
+        out = backend.run(plan, layer, q)
+        expected = attention_ref(cache, layer, mode, spans, q[:22])
+        torch.testing.assert_close(out[:22].double(), expected, atol=3e-6, rtol=1e-5)
+        assert not out[22:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -186,12 +207,12 @@ def test_refusals_are_reported_and_fall_through_only_when_unset() -> None:
 
 def test_a_backend_of_the_vllm_engine_is_judged_and_refused() -> None:
     with pytest.raises(BackendUnavailable) as caught:
-        chosen("FLASHINFER")
+        chosen("B12X", modes=[LayerMode()])
     assert str(caught.value) == (
-        "Attention backend FLASHINFER cannot run the target on cpu (head_size=64, kv=auto, causal "
-        "and non-causal and causal, window=7 and non-causal, window=7 and causal, window=1, "
-        "page=16): {FLASHINFER: [dtype not supported (float32; accepted: float16, bfloat16), "
-        "compute capability not supported (cpu; accepted: 8.0-12.1), "
+        "Attention backend B12X cannot run the target on cpu (head_size=64, kv=auto, causal, "
+        "page=16): {B12X: [dtype not supported (float32; accepted: bfloat16), "
+        "block_size not supported (16; accepted: 64), "
+        "compute capability not supported (cpu; accepted: 12.0-12.1), "
         "not implemented by the native engine], CPU_ATTN: [valid], TORCH_SDPA: [valid]}"
     )
 
@@ -239,3 +260,89 @@ def test_missing_kernels_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     resolution = chosen()
     assert resolution.chosen == "TORCH_SDPA"
     assert resolution.candidates[0].reasons == ("no C compiler (cc not found)",)
+
+
+def on_a_gpu(
+    patch: pytest.MonkeyPatch, capability: tuple[int, int], missing: Sequence[str] = ()
+) -> None:
+    """Stands in for what `cuda_device` asks of torch and of the installed packages."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    patch.setattr("importlib.util.find_spec", lambda name: None if name in missing else object())
+
+
+def on_gpu(
+    name: str | None = None,
+    *,
+    kv_dtype: str = "auto",
+    modes: Sequence[LayerMode] = MODES,
+    query_tokens: int = 1,
+    method: str = "",
+) -> Resolution:
+    return resolve_attention(
+        AttentionOptions(name, kv_dtype, 16),
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        modes=modes,
+        native=True,
+        role="draft" if method else "target",
+        method=method,
+        query_tokens=query_tokens,
+        device="cuda",
+    )
+
+
+def test_a_gpu_takes_triton_and_captures_steps_of_one_width(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device is the real one, `auto` KV is bf16 there, fp8 KV is taken."""
+    on_a_gpu(monkeypatch, (9, 0))
+    assert cuda_device().name == "sm90" and not cuda_device().simulated
+    found = on_gpu(query_tokens=8)
+    assert (found.chosen, found.device, found.geometry.dtype) == ("TRITON_ATTN", "sm90", "bfloat16")
+    assert (found.graphs.mode, found.graphs.reasons) == ("FULL_DECODE_ONLY", ())
+    assert [c.name for c in found.candidates] == [
+        "TRITON_ATTN", "FLASHINFER", "FLASH_ATTN", "FLEX_ATTENTION", "TORCH_SDPA",
+    ]  # fmt: skip
+    assert on_gpu(kv_dtype="fp8").geometry.dtype == "fp8_e4m3"
+    draft = on_gpu(method="dflash", query_tokens=8, modes=[LayerMode(causal=False)])
+    assert draft.graphs.mode == "FULL_DECODE_ONLY"
+    flex = on_gpu("FLEX_ATTENTION", query_tokens=8)
+    reason = "FLEX_ATTENTION: graph level NEVER, UNIFORM needed for 8 query tokens"
+    assert (flex.graphs.mode, flex.graphs.reasons) == ("NONE", (reason,))
+
+
+def test_what_a_gpu_machine_lacks_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, (8, 0), ["triton", "flashinfer"])
+    found = on_gpu(modes=[LayerMode()])
+    assert found.chosen == "FLASH_ATTN"
+    missing = "the package flashinfer-python is not installed"
+    assert found.candidates[1].reasons == (missing,)
+    with pytest.raises(BackendUnavailable, match=r"TRITON_ATTN: \[the package triton is not inst"):
+        on_gpu("TRITON_ATTN")
+    with pytest.raises(BackendUnavailable, match=r"compute capability not supported \(sm80; acc"):
+        on_gpu("CPU_ATTN")
+
+
+def test_no_gpu_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match="no CUDA device is available"):
+        on_gpu()
+    with pytest.raises(BackendUnavailable, match="FLASHINFER: no CUDA device"):
+        library()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(BackendUnavailable, match="flashinfer-python does not load"):
+        library()
+
+
+def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendUnavailable, match="no GPU, and TRITON_INTERPRET=1 is not set"):
+        chosen("TRITON_ATTN")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = chosen("TRITON_ATTN")
+    assert found.chosen == "TRITON_ATTN" and found.geometry.dtype == "float32"
+    assert found.graphs.reasons == ("no CUDA graphs on the cpu",)

@@ -385,7 +385,7 @@ def test_the_documentation_shows_the_table_as_it_is() -> None:
 
 def test_the_list_of_limits() -> None:
     code, found = asked("--list")
-    assert code == 0 and len(found["backends"]) == 26
+    assert code == 0 and len(found["backends"]) == 32
     assert {row["here"] for row in found["backends"]} == {
         "judged only",
         "implemented, never ran on a GPU",

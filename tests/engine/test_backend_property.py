@@ -162,7 +162,9 @@ def graphs_within(request: Request, where: DeviceProfile, level: GraphLevel) -> 
     block = request.role == "draft" and request.method in ("dflash", "dspark")
     if mode in ("auto", "NONE"):
         return True
-    if mode not in GRAPH_MODES or where.capability is None or request.engine == "native":
+    if mode not in GRAPH_MODES or where.capability is None:
+        return False
+    if request.engine == "native" and mode not in ("FULL_DECODE_ONLY", "FULL" if block else ""):
         return False
     if block and mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
         return False

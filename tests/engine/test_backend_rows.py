@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention import table_native
 from engine.attention.base import Span
 from engine.attention.capabilities import GraphLevel
 from engine.attention.checkpoint import parse_checkpoint
@@ -381,8 +382,10 @@ def test_bytes_a_token_of_public_models() -> None:
 def test_tables_are_complete() -> None:
     """Every row can be reached by name, every quirk names a row and where it is public."""
     vllm, native = table_for("vllm"), table_for("native")
-    assert len(vllm) == 24 and set(native) == {*vllm, "TORCH_SDPA"}
-    assert [name for name, row in native.items() if row.implemented] == ["CPU_ATTN", "TORCH_SDPA"]
+    assert len(vllm) == 24 and set(native) == {*vllm, "TORCH_SDPA", "TORCH_MLA"}
+    ours = {row.name for row in table_native.ROWS}
+    assert {name for name, row in native.items() if row.implemented} == ours
+    assert not any(row.implemented for row in vllm.values())
     assert not any(row.ran_on_gpu for row in native.values())
     for quirk in QUIRKS:
         assert quirk.backend in vllm and quirk.reference and quirk.text
@@ -398,6 +401,9 @@ GRAPHS = [
     (target(MLA, backend="CUTLASS_MLA"), "sm100", {"NONE", "PIECEWISE"}),
     (target(MLA, backend="CUTLASS_MLA", query_tokens=1), "sm100", set(GRAPH_MODES) - {"FULL"}),
     (target(replace(DENSE, dtype="float32"), engine="native"), "cpu", {"NONE"}),
+    (target(engine="native"), "sm90", {"NONE", "FULL_DECODE_ONLY"}),
+    (target(engine="native", backend="FLEX_ATTENTION"), "sm90", {"NONE"}),
+    (dflash(engine="native"), "sm90", {"NONE", "FULL", "FULL_DECODE_ONLY"}),
     (dflash(backend="TRITON_ATTN"), "sm90", {"NONE", "FULL", "FULL_DECODE_ONLY"}),
     (dflash(backend="FLASH_ATTN"), "sm80", {"NONE", "FULL", "FULL_DECODE_ONLY"}),
     (dflash(backend="FLASHINFER"), "sm100", {"NONE"}),

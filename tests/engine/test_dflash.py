@@ -16,7 +16,8 @@ from engine.attention.base import LayerMode
 from engine.attention.layers import draft_modes
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
-from engine.models.dflash import Block, DFlashModel, DFlashOptions, load_dflash
+from engine.models.dflash import Block, DFlashModel, DFlashOptions
+from engine.models.draft_loading import load_dflash
 from engine.models.rope import rope_theta
 from tests.engine.tiny import HIDDEN, KERNELS, VOCAB, write_llama
 
@@ -302,7 +303,6 @@ def without(key: str) -> dict[str, Any]:
         pytest.param({"target_hidden_size": 96}, "target_hidden_size", id="df35-target-hidden"),
         pytest.param({"num_target_layers": 30}, "num_target_layers", id="target-layers"),
         pytest.param({"vocab_size": 50}, "vocab_size = 50", id="df25-vocabulary"),
-        pytest.param({"is_neox_style": False}, "is_neox_style", id="df8-df34-interleaved"),
         pytest.param(
             {"rope_parameters": {"rope_theta": 1e6}}, "conflicting rope theta", id="df9-theta"
         ),
@@ -315,7 +315,7 @@ def without(key: str) -> dict[str, Any]:
         pytest.param({"block_size": 1}, "block_size", id="block-too-small"),
         pytest.param(nested(sample_from_anchor=True), "sample_from_anchor", id="df44-slots"),
         pytest.param(nested(attention_sink_bias=True), "attention_sink_bias", id="sinks"),
-        pytest.param({"draft_vocab_size": 48}, "draft_vocab_size", id="df25-draft-vocabulary"),
+        pytest.param({"draft_vocab_size": 48}, "draft_vocab_size 48", id="df25-draft-vocabulary"),
         pytest.param({"logit_scale": 2.0}, "logit_scale", id="logit-scale"),
         pytest.param(nested(output_multiplier=2.0), "output_multiplier", id="multiplier"),
     ],
@@ -334,13 +334,6 @@ def test_tensors_are_strict(tmp_path: Path, target: Path) -> None:
     del state["layers.1.self_attn.k_norm.weight"]
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_norm\.weight is missing"):
-        load(tmp_path, target)
-
-
-def test_a_separate_mask_vector_is_refused_df26(tmp_path: Path, target: Path) -> None:
-    write_draft(tmp_path)
-    (tmp_path / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="mask_embedding"):
         load(tmp_path, target)
 
 

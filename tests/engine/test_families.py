@@ -18,6 +18,7 @@ from engine.runner import NativeEngine
 from tests.engine.tiny import (
     HIDDEN,
     KERNELS,
+    LATENT,
     LAYERS,
     load_tiny,
     random_ids,
@@ -58,6 +59,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 12,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
+    ),
+}
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+CASES |= {
+    "deepseek_v2-dense": ("deepseek_v2", LATENT | {"first_k_dense_replace": 4, "mlp_bias": True}),
+    "deepseek_v2-q-rank": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": 28, "attention_bias": True, "first_k_dense_replace": 4},
+    ),
+    "deepseek_v2-experts": (
+        "deepseek_v2",
+        LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+    ),
+    "deepseek_v2-groups-yarn": (
+        "deepseek_v2",
+        LATENT
+        | {"first_k_dense_replace": 2, "topk_method": "group_limited_greedy", "n_group": 4}
+        | {"topk_group": 2, "attention_bias": True, "rope_parameters": YARN},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | {"q_lora_rank": 28, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+        | {"attention_bias": True, "rope_parameters": YARN},
+    ),
+    "deepseek_v3-half-split": (
+        "deepseek_v3",
+        LATENT
+        | {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+        | {"first_k_dense_replace": 0, "n_shared_experts": 2},
     ),
 }
 
@@ -283,3 +324,37 @@ def test_config_must_be_an_object() -> None:
 
 def test_every_family_is_tested() -> None:
     assert {family for family, _ in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dimensions_beyond_any_model_are_refused_before_memory_is_taken(
+    family: str, key: str
+) -> None:
+    """One mode a layer, or a row a position, of 10^12 would end in a MemoryError."""
+    config = {
+        "model_type": family,
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    }
+    assert from_hf(config).layer_count == 2
+    with pytest.raises(CheckpointError, match=f"config {key} = {10**12} .* at most"):
+        from_hf(config | {key: 10**12})

@@ -21,6 +21,18 @@ from engine.runner import NativeEngine
 
 VOCAB, HIDDEN, LAYERS = 96, 64, 4
 KERNELS = ["native", "torch"] if ops.available() else ["torch"]
+# Latent attention with ranks and widths that are no powers of two; every head has its keys.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 36,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
 
 
 def write_model(directory: Path, family: str, **overrides: Any) -> PreTrainedModel:
@@ -47,6 +59,9 @@ def write_model(directory: Path, family: str, **overrides: Any) -> PreTrainedMod
             parameter.data.uniform_(0.5, 1.5)
         elif name.endswith("bias"):
             parameter.data.normal_(std=0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(std=0.5)
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     return model

@@ -10,7 +10,7 @@ import pytest
 
 from draft_svc.methods.base import Request, RowBlock
 from engine.api import Sampling
-from engine.models.dflash import LoadedDraft
+from engine.models.draft_loading import LoadedDraft
 from tests.service.test_draft_dflash import loaded, make_method, random_rows
 
 __all__ = ["loaded"]  # a fixture

@@ -234,7 +234,7 @@ def test_what_the_target_cannot_do(
     ("argv", "parts"),
     [
         ("--draft /nonexistent/d --target {good}", ["draft is 'd'", "accepted: "]),
-        ("--draft {good} --target {good}", ["dflash", "not a DFlash checkpoint"]),
+        ("--draft {good} --target {good}", ["dflash", "architectures", "speculators_model_type"]),
         ("--draft default --target {good}", ["dflash", "hidden_size", "576", "64"]),
         ("--target /nonexistent/m", ["model 'm' does not exist", "accepted: "]),
     ],

@@ -73,7 +73,8 @@ def test_the_target_refuses_before_weights(target: Path, change: dict[str, Any],
 @pytest.mark.usefixtures("unreadable")
 @pytest.mark.parametrize(("change", "text"), REFUSED)
 def test_the_draft_refuses_before_weights(change: dict[str, Any], text: str) -> None:
-    """AB-8: with its own settings, for its own layers; the process is not ready, and ends."""
+    """AB-8, DF-28: with its own settings, for its own layers; the process is not ready, and
+    ends."""
     with pytest.raises(SpecwireError) as caught:
         load_methods(draft_settings(**change), lambda _: None)
     assert caught.value.reason is Reason.BACKEND_UNAVAILABLE

@@ -308,7 +308,7 @@ W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
         pytest.param(same, {"markov_rank": RANK + 2}, W1, id="rank-of-config"),
         pytest.param(same, {"markov_rank": 0}, "markov_rank", id="rank-zero"),
         pytest.param(same, {"markov_rank": None}, "markov_rank", id="rank-missing"),
-        pytest.param(same, {"markov_head_type": "gated"}, "markov_head_type", id="type"),
+        pytest.param(same, {"markov_head_type": "gated"}, "gate_proj", id="type"),
         pytest.param(same, {"markov_head_type": None}, "markov_head_type", id="type-missing"),
         pytest.param(
             without("confidence_head.proj.weight"), {}, "confidence_head", id="no-confidence"

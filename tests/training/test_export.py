@@ -14,8 +14,9 @@ from draft_svc.training.export import export, load_export, read_spec
 from draft_svc.training.trainer import Trainer
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
-from engine.models.dflash import Block, DFlashModel, DFlashOptions, load_dflash
-from engine.models.dspark import DSparkModel, load_dspark
+from engine.models.dflash import Block, DFlashModel, DFlashOptions
+from engine.models.draft_loading import load_dflash, load_dspark
+from engine.models.dspark import DSparkModel
 from tests.engine.tiny import KERNELS
 from tests.training.toys import MASK, corpus_of, random_documents, spec, tiny_target, trainer_of
 
@@ -77,7 +78,7 @@ def test_dspark_in_the_engine_equals_training(tmp_path: Path, text: str, kernels
     trainer, draft, directory = exported(tmp_path, text)
     model = load_dspark(directory, str(tmp_path / "target"), options(kernels)).model
     assert isinstance(model, DSparkModel)
-    assert model.dspark.max_draft_tokens == draft.spec.proposals == 7
+    assert model.max_draft_tokens == draft.spec.proposals == 7
     blocks, states = blocks_of(model, trainer)
     found = model.propose(blocks, lambda _, logits: logits.topk(2).indices[:, 1])
     w1, w2 = draft.markov()
@@ -118,9 +119,9 @@ def test_refusals_of_a_dspark_config(tmp_path: Path) -> None:
         "mask_token_id": (-1, 96, 0, 1, 2, None),
         "target_layer_ids": ([], [2, 0], [1, 1], [4], None),
         "sample_from_anchor": (None,),
-        "markov_head_type": ("gated", None),
+        "markov_head_type": ("lattice", None),
         "markov_rank": (0, None),
-        "architectures": (["DFlashDraftModel"],),
+        "architectures": (["Qwen3ForCausalLM"],),
         "enable_confidence_head": (None,),
         "vocab_size": (95,),
     }

@@ -15,6 +15,7 @@ from tests.training.toys import corpus_of, random_documents, tiny_target, traine
 @pytest.mark.parametrize("text", ["dflash", "dspark,rank=4,confidence=true"])
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 def test_gradients_equal_autograd(tmp_path, monkeypatch, text: str, weighting: str) -> None:
+    """DF-23: each part of a step is divided by what the whole step counts, not by its own count."""
     monkeypatch.setattr(objective, "_CHUNK_ROWS", 64)  # several chunks
     net = tiny_target(tmp_path)
     trainer = trainer_of(net, [text + ",taps=0/2"], corpus_of(random_documents(5)))

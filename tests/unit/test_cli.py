@@ -22,7 +22,7 @@ from specwire.generation import collect
 from specwire.request import build_request
 from specwire.v1 import common_pb2, generate_pb2
 
-COMMANDS = ("up", "generate", "chat", "bench", "info", "backends", "train-draft")
+COMMANDS = ("up", "generate", "chat", "bench", "info", "plan", "backends", "train-draft")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,150 @@
+"""`specwire plan`: co-located or separate, for a pair, a link and a load."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from coordinator import topology_view as view
+from coordinator.bench_report import console
+from coordinator.footprint import DTYPE_BYTES, Footprint, Room, read_footprint, rooms
+from coordinator.topology import Link, Work
+from coordinator.topology_inputs import Workers, ask, row_bytes, taus_of, work
+from coordinator.topology_report import Report, compare
+from specwire.errors import Reason, SpecwireError
+
+_GB = 1e9
+
+
+def plan(
+    target: Annotated[
+        str, typer.Option(help="Checkpoint of the target: a directory, or its config.json.")
+    ] = "",
+    draft: Annotated[
+        str, typer.Option(help="Checkpoint of the draft: a directory, or its config.json.")
+    ] = "",
+    workers: Annotated[
+        list[str] | None,
+        typer.Option("--from", help="Address of a worker whose measured times count; repeat it."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="Drafter of --from; unset: its default.")] = "",
+    rtt_ms: Annotated[
+        float | None,
+        typer.Option(help="Round trip to the draft; unset: measured with --from, or 0."),
+    ] = None,
+    bandwidth_gbit: Annotated[float, typer.Option(help="From target to draft, Gbit/s.")] = 10.0,
+    exchange_ms: Annotated[
+        float, typer.Option(help="What an exchange takes beside the wire, both ends together.")
+    ] = 0.5,
+    target_rtt_ms: Annotated[
+        float, typer.Option(help="Round trip between coordinator and target.")
+    ] = 0.0,
+    batch: Annotated[int, typer.Option(min=1, help="Sessions that decode at once.")] = 1,
+    context_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of a session, where --from knows several lengths.")
+    ] = 1024,
+    k: Annotated[
+        int | None, typer.Option("--k", help="Draft tokens a round; unset: the best of each.")
+    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Tokens a round, with --k.")] = None,
+    acceptance: Annotated[
+        str, typer.Option(help="Chance by position given those before, as 0.66,0.58,0.52.")
+    ] = "",
+    plain_ms: Annotated[
+        str, typer.Option(help="Step without draft tokens; unset: as --verify-ms.")
+    ] = "",
+    verify_ms: Annotated[
+        str, typer.Option(help="Step with K draft tokens: MS, or SESSIONS:MS,SESSIONS:MS.")
+    ] = "",
+    draft_ms: Annotated[str, typer.Option(help="Proposal of K tokens, alike.")] = "",
+    colocated_draft_ms: Annotated[
+        str, typer.Option(help="The same on the target's device; unset: as --draft-ms.")
+    ] = "",
+    memory_gb: Annotated[float, typer.Option(min=0, help="Of the target's device.")] = 0.0,
+    draft_memory_gb: Annotated[
+        float | None, typer.Option(min=0, help="Of the draft's own; unset: as --memory-gb.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="auto, or one of both caches.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Compute whether a draft should share the target's device and KV or be a service of its own.
+
+    Times come from running workers or from the options, bytes from the checkpoints' config.json.
+    Nothing is loaded. docs/topologies.md has the equations.
+
+    Examples:
+
+    \b
+      specwire plan --from 10.0.0.1:7001 --from 10.0.0.2:7002 --acceptance 0.66,0.58,0.52
+      specwire plan --k 7 --tau 2.7 --verify-ms 20 --plain-ms 17 --draft-ms 5 --rtt-ms 2
+      specwire plan --target ./8B --draft ./8B-DFlash --from gpu:7001 --memory-gb 80 --k 7 --tau 4
+    """
+    _check(kv_dtype, rtt_ms, bandwidth_gbit, exchange_ms, target_rtt_ms)
+    sizes = _sizes(target, draft, kv_dtype)
+    told = ask(workers or (), method)
+    most = min(told.most_k, sizes[1].max_draft_tokens or told.most_k) if sizes else told.most_k
+    each_row = row_bytes(told, *(sizes or (None, None)))
+    load = work(
+        told,
+        taus_of(k, tau, acceptance, most),
+        batch,
+        context_tokens,
+        each_row,
+        plain_ms=plain_ms,
+        verify_ms=verify_ms,
+        draft_ms=draft_ms,
+        colocated_draft_ms=colocated_draft_ms,
+    )
+    link = Link(_rtt(rtt_ms, told, exchange_ms), bandwidth_gbit, exchange_ms, target_rtt_ms)
+    report = compare(load, link, _rooms(sizes, memory_gb, draft_memory_gb))
+    _show(report, load, link, told, as_json)
+
+
+def _show(report: Report, load: Work, link: Link, told: Workers, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.to_json(load, link)))
+        return
+    view.show(console(), report, load, link, told.names)
+
+
+def _check(kv_dtype: str, rtt_ms: float | None, bandwidth: float, *not_negative: float) -> None:
+    if kv_dtype != "auto" and kv_dtype not in DTYPE_BYTES:
+        accepted = ", ".join(("auto", *DTYPE_BYTES))
+        raise SpecwireError.field("--kv-dtype", kv_dtype, accepted, Reason.SETTINGS_INVALID)
+    if not 0 < bandwidth < float("inf"):
+        raise SpecwireError.field("--bandwidth-gbit", bandwidth, "a number above 0")
+    names = ("--rtt-ms", "--exchange-ms", "--target-rtt-ms")
+    for name, value in zip(names, (rtt_ms or 0.0, *not_negative), strict=True):
+        if not 0 <= value < float("inf"):
+            raise SpecwireError.field(name, value, "0 or more, in ms")
+
+
+def _sizes(target: str, draft: str, kv_dtype: str) -> tuple[Footprint, Footprint] | None:
+    if bool(target) != bool(draft):
+        missing = "--draft" if target else "--target"
+        raise SpecwireError.field(missing, "unset", "a checkpoint, where the other is given")
+    if not target:
+        return None
+    return (
+        read_footprint("--target", target, kv_dtype),
+        read_footprint("--draft", draft, kv_dtype),
+    )
+
+
+def _rooms(
+    sizes: tuple[Footprint, Footprint] | None, memory_gb: float, draft_memory_gb: float | None
+) -> list[Room]:
+    if sizes is None:
+        return []
+    memory = int(memory_gb * _GB)
+    other = memory if draft_memory_gb is None else int(draft_memory_gb * _GB)
+    return rooms(*sizes, memory, other)
+
+
+def _rtt(given: float | None, told: Workers, exchange_ms: float) -> float:
+    """A call that was measured has the work of both ends in it, which is counted apart."""
+    if given is not None:
+        return given
+    return max(0.0, (told.rtt_ms or 0.0) - exchange_ms)

@@ -1,0 +1,64 @@
+"""What `specwire plan` found, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from coordinator.footprint import Room
+from coordinator.topology import (
+    Link,
+    Round,
+    Work,
+    best_colocated,
+    best_separate,
+    break_even_ms,
+    plain,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Break-even round trips to the draft: None where separate is slower at any. `better` is the
+    topology with the most tokens/s, `plain` among them."""
+
+    plain: Round
+    separate: Round
+    colocated: Round
+    even_with_colocated_ms: float | None
+    even_with_plain_ms: float | None
+    rooms: list[Room]
+
+    @property
+    def rounds(self) -> tuple[Round, Round, Round]:
+        return self.plain, self.separate, self.colocated
+
+    @property
+    def better(self) -> str:
+        return max(self.rounds, key=lambda one: one.tokens_per_s).topology
+
+    def to_json(self, work: Work, link: Link) -> dict[str, Any]:
+        return {
+            "better": self.better,
+            "batch": work.batch,
+            "row_bytes": work.row_bytes,
+            "link": asdict(link),
+            "rounds": {one.topology: asdict(one) for one in self.rounds},
+            "break_even_rtt_ms": {
+                "co-located": self.even_with_colocated_ms,
+                "plain": self.even_with_plain_ms,
+            },
+            "rooms": [asdict(room) for room in self.rooms],
+        }
+
+
+def compare(work: Work, link: Link, rooms: list[Room]) -> Report:
+    alone, beside, without = best_separate(work, link), best_colocated(work, link), plain(work)
+    return Report(
+        plain=without,
+        separate=alone,
+        colocated=beside,
+        even_with_colocated_ms=break_even_ms(work, link, beside),
+        even_with_plain_ms=break_even_ms(work, link, without),
+        rooms=rooms,
+    )

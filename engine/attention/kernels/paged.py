@@ -1,0 +1,245 @@
+"""Triton kernels of attention over paged KV; `engine.attention.mask.attention_ref` defines them.
+
+A row's keys are cut at fixed positions: units of N keys, chunks of CHUNK units, counted from
+position 0. Units are added up to chunks and chunks to the row, in order, by `_merge`, which rounds
+in the same way wherever it runs. So a launch may give a program one unit, one chunk or all keys
+(`_attend`) and leave the rest to `_combine`: the bits of a row do not depend on that, nor on the
+rows beside it. A unit that a row does not see changes nothing.
+
+Query heads of one KV head are folded into rows, row-major: folded row f is head f % GROUP of row
+f // GROUP. A tile has M folded rows whatever their number is.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _merge(m, z, acc, m2, z2, acc2):
+    """Softmax state of two parts: maximum [R], sum [R], weighted values [R, D], in base 2.
+
+    The fused multiply-adds are spelled out, so that no compiler contracts them differently.
+    """
+    new = tl.maximum(m, m2)
+    at = tl.where(new == float("-inf"), 0.0, new)
+    a = tl.exp2(m - at)
+    b = tl.exp2(m2 - at)
+    wide = tl.broadcast_to(a[:, None], acc.shape)
+    return new, tl.fma(z, a, z2 * b), tl.fma(acc, wide, acc2 * b[:, None])
+
+
+@triton.jit
+def _keys(start, rows, window, first, last, CAUSAL: tl.constexpr):
+    """Keys [low, high) that rows first .. last of a span see together; see LayerMode."""
+    end = start + rows
+    full = window == 0
+    low = tl.where(full, 0, tl.maximum(start + first - window + 1, 0))
+    if CAUSAL:
+        high = start + last + 1
+    else:
+        high = tl.where(full, end, tl.minimum(start + last + window, end))
+    return low, high
+
+
+@triton.jit
+def _store(out, lse, m, z, acc, place, keep, D: tl.constexpr, LSE: tl.constexpr):
+    """Rows of the output at `place` (row * heads + head), and their natural log-sum-exp."""
+    total = tl.where(z == 0.0, 1.0, z)
+    d = tl.arange(0, acc.shape[1])
+    at = place[:, None].to(tl.int64) * D + d[None, :]
+    value = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=keep[:, None] & (d[None, :] < D))
+    if LSE:
+        value = tl.where(z == 0.0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
+        tl.store(lse + place, value, mask=keep)
+
+
+@triton.jit
+def _dot(a, b, IEEE: tl.constexpr):
+    if IEEE:
+        out = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        out = tl.dot(a, b)
+    return out
+
+
+@triton.jit(do_not_specialize=["items_at", "table_at", "pages_per_span", "window"])
+def _attend(
+    q, k_cache, v_cache, out, lse, sums, parts, words, items_at, table_at, pages_per_span,
+    stride_q, stride_page, stride_token, scale, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """Grid (KV heads, programs): each program takes items program, program + programs, ...
+
+    q [rows, HEADS, D] with rows stride_q apart; caches [pages, PAGE, KV_HEADS, D]. An item is eight
+    words: span, tile, first and last key, slot of the partial result or -1 where the item is all
+    of its tile, start, rows and first row of the span. Partial results: sums [slots, KV_HEADS, M,
+    2] are maxima and sums, parts [slots, KV_HEADS, M, BLOCK_D] the values. Without WHOLE no item
+    has more than one chunk. scale contains log2(e). HALF: keys, values and probabilities take the
+    16 bits of the queries; IEEE: products are those of fp32, never of fewer bits.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    head = tl.program_id(0)
+    f = tl.arange(0, M)
+    d = tl.arange(0, BLOCK_D)
+    total = tl.load(words)
+    for index in range(tl.program_id(1), total, tl.num_programs(1)):
+        item = words + items_at + index * 8
+        span = tl.load(item)
+        tile = tl.load(item + 1)
+        first_key = tl.load(item + 2)
+        last_key = tl.load(item + 3)
+        slot = tl.load(item + 4)
+        start = tl.load(item + 5)
+        rows = tl.load(item + 6)
+        first_row = tl.load(item + 7)
+
+        row = (tile * M + f) // GROUP
+        query_head = head * GROUP + (tile * M + f) % GROUP
+        real = row < rows
+        low, high = _keys(start, rows, window, row, row, CAUSAL)
+        high = tl.where(real, high, 0)
+        last = tl.minimum((tile * M + M - 1) // GROUP, rows - 1)
+        begin, end = _keys(start, rows, window, tile * M // GROUP, last, CAUSAL)
+        begin = tl.maximum(begin, first_key)
+        end = tl.minimum(end, last_key)
+
+        at = (first_row + row)[:, None].to(tl.int64) * stride_q + query_head[:, None] * D
+        query = tl.load(q + at + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
+        m = tl.full([M], float("-inf"), tl.float32)
+        z = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, BLOCK_D], tl.float32)
+        whole_m = tl.full([M], float("-inf"), tl.float32)
+        whole_z = tl.zeros([M], tl.float32)
+        whole_acc = tl.zeros([M, BLOCK_D], tl.float32)
+        table = words + table_at + span * pages_per_span
+        for unit in range(begin // N, tl.cdiv(end, N)):
+            key = unit * N + tl.arange(0, N)
+            inside = (key >= begin) & (key < end)
+            page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
+            place = page * stride_page + (key % PAGE) * stride_token + head * D
+            place = place[:, None] + d[None, :]
+            mask = inside[:, None] & (d[None, :] < D)
+            k = tl.load(k_cache + place, mask=mask, other=0.0)
+            v = tl.load(v_cache + place, mask=mask, other=0.0)
+            if HALF:
+                k = k.to(query.dtype)
+                v = v.to(query.dtype)
+            s = _dot(query, tl.trans(k), IEEE)
+            seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+            s = tl.where(seen, s * scale, float("-inf"))
+            unit_m = tl.max(s, 1)
+            p = tl.exp2(s - tl.where(unit_m == float("-inf"), 0.0, unit_m)[:, None])
+            unit_z = tl.sum(p, 1)
+            if HALF:
+                p = p.to(query.dtype)
+            unit_acc = _dot(p, v, IEEE)
+            m, z, acc = _merge(m, z, acc, unit_m, unit_z, unit_acc)
+            if WHOLE:  # noqa: SIM102
+                if (unit + 1) % CHUNK == 0:
+                    whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
+                    m = tl.full([M], float("-inf"), tl.float32)
+                    z = tl.zeros([M], tl.float32)
+                    acc = tl.zeros([M, BLOCK_D], tl.float32)
+        if WHOLE:
+            m, z, acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
+
+        if slot < 0:
+            row_at = (first_row + row) * HEADS + query_head
+            _store(out, lse, m, z, acc, row_at, real, D, LSE)
+        else:
+            slot_at = (slot.to(tl.int64) * KV_HEADS + head) * M + f
+            keep = row < tl.where(begin < end, rows, 0)
+            tl.store(sums + slot_at * 2, m, mask=keep)
+            tl.store(sums + slot_at * 2 + 1, z, mask=keep)
+            tl.store(parts + slot_at[:, None] * BLOCK_D + d[None, :], acc, mask=keep[:, None])
+
+
+@triton.jit
+def _part(sums, parts, place, keep, BLOCK_D: tl.constexpr):
+    """A partial result; where it is not kept, that of no keys."""
+    d = tl.arange(0, BLOCK_D)
+    m = tl.load(sums + place * 2, mask=keep, other=float("-inf"))
+    z = tl.load(sums + place * 2 + 1, mask=keep, other=0.0)
+    acc = tl.load(parts + place[:, None] * BLOCK_D + d[None, :], mask=keep[:, None], other=0.0)
+    return m, z, acc
+
+
+@triton.jit(do_not_specialize=["tiles_end", "window"])
+def _combine(
+    out, lse, sums, parts, words, tiles_end, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+    CAUSAL: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Adds up the partial results of tiles. Grid (KV heads, M / R, programs).
+
+    A tile is eight words, tile j ending where tile j - 1 begins, the first at tiles_end: first
+    slot, tile, slots a chunk, start, rows, first row of the span.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    head = tl.program_id(0)
+    f = tl.program_id(1) * R + tl.arange(0, R)
+    total = tl.load(words + 1)
+    for index in range(tl.program_id(2), total, tl.num_programs(2)):
+        record = words + tiles_end - (index + 1) * 8
+        base = tl.load(record).to(tl.int64)
+        tile = tl.load(record + 1)
+        per = tl.load(record + 2)
+        start = tl.load(record + 3)
+        rows = tl.load(record + 4)
+        first_row = tl.load(record + 5)
+
+        row = (tile * M + f) // GROUP
+        real = row < rows
+        last = tl.minimum((tile * M + M - 1) // GROUP, rows - 1)
+        begin, end = _keys(start, rows, window, tile * M // GROUP, last, CAUSAL)
+        keys = CHUNK * N // per
+        # Programs of rows that the tile does not have run no iteration.
+        some = (tile * M + tl.program_id(1) * R) < rows * GROUP
+        first = begin // keys
+        stop = tl.where(some, tl.cdiv(end, keys), 0)
+
+        m = tl.full([R], float("-inf"), tl.float32)
+        z = tl.zeros([R], tl.float32)
+        acc = tl.zeros([R, BLOCK_D], tl.float32)
+        whole_m = tl.full([R], float("-inf"), tl.float32)
+        whole_z = tl.zeros([R], tl.float32)
+        whole_acc = tl.zeros([R, BLOCK_D], tl.float32)
+        for slot in range(first // 4 * 4, stop, 4):
+            # Four loads in flight; in front of `first` and behind `stop` they are empty parts.
+            place = ((base + slot) * KV_HEADS + head) * M + f
+            step = KV_HEADS * M
+            here = row < tl.where(slot >= first, rows, 0)
+            m0, z0, acc0 = _part(sums, parts, place, here, BLOCK_D)
+            here = row < tl.where((slot + 1 >= first) & (slot + 1 < stop), rows, 0)
+            m1, z1, acc1 = _part(sums, parts, place + step, here, BLOCK_D)
+            here = row < tl.where((slot + 2 >= first) & (slot + 2 < stop), rows, 0)
+            m2, z2, acc2 = _part(sums, parts, place + 2 * step, here, BLOCK_D)
+            here = row < tl.where(slot + 3 < stop, rows, 0)
+            m3, z3, acc3 = _part(sums, parts, place + 3 * step, here, BLOCK_D)
+            if per == 1:
+                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m0, z0, acc0)
+                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m1, z1, acc1)
+                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m2, z2, acc2)
+                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m3, z3, acc3)
+            else:
+                m, z, acc = _merge(m, z, acc, m0, z0, acc0)
+                m, z, acc = _merge(m, z, acc, m1, z1, acc1)
+                m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+                m, z, acc = _merge(m, z, acc, m3, z3, acc3)
+                if (slot + 4) % CHUNK == 0:
+                    whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
+                    m = tl.full([R], float("-inf"), tl.float32)
+                    z = tl.zeros([R], tl.float32)
+                    acc = tl.zeros([R, BLOCK_D], tl.float32)
+        m, z, acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
+        query_head = head * GROUP + (tile * M + f) % GROUP
+        place = (first_row + row) * HEADS + query_head
+        _store(out, lse, m, z, acc, place, real, D, LSE)

@@ -1,0 +1,151 @@
+"""How one step's attention is shared out, as int32 words that the kernels read.
+
+Layout of the words: a header of 8 (items, tiles to combine), the page table [spans,
+pages_per_span], then items of 8 words each from there on, and, from the end of the words downwards,
+tiles to combine of 8 words each. So both lists have fixed places whatever their capacities are. The
+records are described in `paged.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.attention.base import Span
+
+Words = NDArray[np.int32]
+
+HEADER = RECORD = 8
+LONGEST_SUM = 64  # units that a combining program adds one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Shapes of the kernels, fixed by head size and dtype, never by a batch: they are part of the
+    result. `rows` folded rows (M) by `keys` (N, a unit); a chunk has `chunk` units, a multiple of
+    4. `warps` and `stages` are of `_attend`."""
+
+    rows: int
+    keys: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+def tiles_for(group: int, head_dim: int, half: bool) -> Tiles:
+    """`group`: query heads of a KV head; `half`: 16-bit products, otherwise fp32 ones."""
+    if not half:
+        return Tiles(16, 64 if head_dim <= 64 else 32, 16, 4, 2)
+    rows = 16 if group <= 2 else 32
+    # With five stages two units of keys are on their way: the page ids take up the other stages.
+    if head_dim <= 64:
+        return Tiles(rows, 128, 8, 4, 5)
+    if head_dim <= 128:
+        return Tiles(rows, 64, 16, 4, 5)
+    return Tiles(rows, 64, 8, 8, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Shares out work over `programs` programs for each KV head, about two times what the device
+    holds at once; `group` query heads a KV head. At most `slots` partial results exist at once."""
+
+    tiles: Tiles
+    group: int
+    programs: int
+    slots: int
+
+    def tiles_of(self, rows: int) -> int:
+        return -(-rows * self.group // self.tiles.rows)
+
+    def words(self, spans: int, rows: int, keys: int, pages_per_span: int) -> int:
+        """Words that any step within these capacities needs; `keys` is the longest span."""
+        tiles = rows * self.group // self.tiles.rows + spans
+        units = -(-keys // self.tiles.keys)
+        chunks = -(-units // self.tiles.chunk)
+        parts = max(min(tiles * units, self.programs), min(tiles * chunks, self.slots))
+        return HEADER + spans * pages_per_span + RECORD * (2 * tiles + parts)
+
+    def records(self, words: int, spans: int, pages_per_span: int) -> int:
+        """Records that fit behind the table."""
+        return (words - HEADER - spans * pages_per_span) // RECORD
+
+    def whole(self, spans: int, width: int, keys: int, records: int) -> bool:
+        """Whether a step of `width` rows a span (0: any) may have items of several chunks."""
+        chunks = -(-keys // (self.tiles.keys * self.tiles.chunk))
+        tiles = self.tiles_of(width)
+        room = min(records - 2 * spans * tiles, self.slots)
+        fits = spans * tiles * chunks <= room and tiles * 4 < self.programs
+        return chunks > 1 and not (width and fits)
+
+    def fill(
+        self, words: Words, spans: Sequence[Span], capacity: int, pages_per_span: int, page: int
+    ) -> None:
+        """Writes the words of a step. `page`: tokens a page."""
+        assert len(spans) <= capacity, f"{len(spans)} spans, room for {capacity}"
+        shape = np.array([(s.start, s.row_count, s.first_row) for s in spans], dtype=np.int32)
+        start, rows, first_row = shape.reshape(-1, 3).T
+        ends = start + rows
+        self._fill_table(words, spans, ends, pages_per_span, page)
+        span = np.flatnonzero(rows)
+        start, rows, first_row, ends = start[span], rows[span], first_row[span], ends[span]
+        tiles = -(-rows * self.group // self.tiles.rows)
+        room = self.records(len(words), capacity, pages_per_span) - 2 * int(tiles.sum())
+        parts, unit = self._parts(tiles, ends, room)
+
+        # One item for each part of each tile; tiles of one part of the keys stand side by side, so
+        # that they find the keys in the L2 cache.
+        each = tiles * parts
+        of = np.repeat(np.arange(len(span)), each)
+        within = np.arange(len(of)) - np.repeat(np.cumsum(each) - each, each)
+        part, tile = np.divmod(within, tiles[of])
+        partial = each * (parts > 1)
+        base = (np.cumsum(partial) - partial).astype(np.int32)
+        several = parts[of] > 1
+        size = np.where(several, unit, ends[of])
+        at = HEADER + capacity * pages_per_span
+        items = words[at : at + len(of) * RECORD].reshape(-1, RECORD)
+        items[:, 0], items[:, 1] = span[of], tile
+        items[:, 2], items[:, 3] = part * size, (part + 1) * size
+        items[:, 4] = np.where(several, base[of] + tile * parts[of] + part, -1)
+        items[:, 5], items[:, 6], items[:, 7] = start[of], rows[of], first_row[of]
+
+        last = several & (part == 0)
+        of, tile = of[last], tile[last]
+        count = len(of)
+        ended = words[len(words) - count * RECORD :].reshape(-1, RECORD)[::-1]
+        ended[:, 0], ended[:, 1] = base[of] + tile * parts[of], tile
+        ended[:, 2] = self.tiles.chunk * self.tiles.keys // unit
+        ended[:, 3], ended[:, 4], ended[:, 5] = start[of], rows[of], first_row[of]
+        words[0], words[1] = len(several), count
+
+    def _parts(self, tiles: Words, ends: Words, room: int) -> tuple[Words, int]:
+        """Parts of every span's tiles, and the keys of a part: a unit where all of them keep the
+        device busy once, otherwise a chunk, or everything where tiles or partial results abound.
+        """
+        keys, chunk = self.tiles.keys, self.tiles.keys * self.tiles.chunk
+        units = np.maximum(-(-ends // keys), 1)
+        few = int((tiles * units).sum())
+        if few <= min(self.programs, room, self.slots) and units.max(initial=1) <= LONGEST_SUM:
+            return units, keys
+        chunks = np.maximum(-(-ends // chunk), 1)
+        # So many tiles of one span, as a prompt has, fill the device by themselves.
+        chunks = np.where(tiles * 4 >= self.programs, 1, chunks)
+        needed = np.cumsum(tiles * chunks * (chunks > 1))
+        return np.where(needed > min(room, self.slots), 1, chunks), chunk
+
+    def _fill_table(
+        self, words: Words, spans: Sequence[Span], ends: Words, pages_per_span: int, page: int
+    ) -> None:
+        held = np.maximum(-(-ends // page), 0)
+        assert held.max(initial=0) <= pages_per_span, "a span has more pages than the plan has room"
+        lists = [s.table.pages[:n] for s, n in zip(spans, held.tolist(), strict=True)]
+        total = int(held.sum())
+        pages = np.fromiter(chain.from_iterable(lists), np.int32, total)
+        row = np.repeat(np.arange(len(spans)), held)
+        column = np.arange(total) - np.repeat(np.cumsum(held) - held, held)
+        words[HEADER + row * pages_per_span + column] = pages

@@ -1,0 +1,210 @@
+"""TRITON_ATTN: our Triton kernels over the paged cache; on the CPU under TRITON_INTERPRET=1.
+
+A row's bits depend on its own position, keys and mode only; `kernels/paged.py` says how.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.base import DeviceAttention, LayerMode, Span
+from engine.attention.kernels import paged
+from engine.attention.kernels.schedule import HEADER, Schedule, Tiles, tiles_for
+from engine.kv.cache import KVCache, PagedCache
+
+_HALF = (torch.float16, torch.bfloat16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WORKSPACE_BYTES = 256 << 20
+_INTERPRETED_PROCESSORS = 3  # few, so that small tests see every kind of schedule
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """Words of one step on the device, and what its launches depend on besides. `tiles` bounds the
+    tiles to combine, 0 where there can be none; `whole` as in `paged._attend`."""
+
+    words: Tensor
+    table_at: int
+    items_at: int
+    pages_per_span: int
+    programs: int
+    tiles: int
+    whole: bool
+    sums: Tensor
+    parts: Tensor
+
+
+def padded(width: int) -> int:
+    """A width as the kernels hold it: a power of 2 that a product takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+class TritonPaged(DeviceAttention):
+    """What our kernels share: how a step is cut into items, its words, and the memory for partial
+    results. `_launch` runs a kernel over the items, then `_combine` where there are parts."""
+
+    rows_independent = True
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        query_heads: int,
+        modes: Sequence[LayerMode],
+        tiles: Tiles,
+        processors: int = 0,
+    ) -> None:
+        """`processors`: multiprocessors to plan for, those of the device where it is 0."""
+        super().__init__(cache, query_heads, modes)
+        self.tiles = tiles
+        self._block = padded(cache.geometry.value_width)
+        if not processors:
+            processors = _INTERPRETED_PROCESSORS
+            if cache.device.type == "cuda":
+                found = torch.cuda.get_device_properties(cache.device)
+                processors = found.multi_processor_count
+        self._processors = processors
+        kv_heads = cache.geometry.kv_heads
+        slot_bytes = 4 * kv_heads * tiles.rows * (self._block + 2)
+        programs = -(-8 * processors // kv_heads)
+        slots = _WORKSPACE_BYTES // slot_bytes
+        self._schedule = Schedule(tiles, query_heads // kv_heads, programs, slots)
+        self._workspace = torch.empty(0, device=cache.device), torch.empty(0, device=cache.device)
+
+    def words(self, spans: int, rows: int, pages_per_span: int) -> int:
+        keys = pages_per_span * self.cache.geometry.page_tokens
+        return self._schedule.words(spans, rows, keys, pages_per_span)
+
+    def fill(
+        self,
+        words: NDArray[np.int32],
+        spans: Sequence[Span],
+        span_capacity: int,
+        pages_per_span: int,
+    ) -> None:
+        page = self.cache.geometry.page_tokens
+        self._schedule.fill(words, spans, span_capacity, pages_per_span, page)
+
+    def view(
+        self, words: Tensor, span_capacity: int, pages_per_span: int, width: int
+    ) -> TritonPlan:
+        schedule = self._schedule
+        keys = pages_per_span * self.cache.geometry.page_tokens
+        records = schedule.records(len(words), span_capacity, pages_per_span)
+        tiles = span_capacity * schedule.tiles_of(width) if width else records
+        parts = min(records, schedule.slots) if keys > self.tiles.keys else 0
+        sums, parted = self._partial_results(parts)
+        return TritonPlan(
+            words=words,
+            table_at=HEADER,
+            items_at=HEADER + span_capacity * pages_per_span,
+            pages_per_span=pages_per_span,
+            programs=max(1, min(records, schedule.programs)),
+            tiles=tiles if parts else 0,
+            whole=schedule.whole(span_capacity, width, keys, records),
+            sums=sums,
+            parts=parted,
+        )
+
+    def _partial_results(self, slots: int) -> tuple[Tensor, Tensor]:
+        """Memory for partial results, shared by the steps of this backend: they run one after the
+        other. A plan holds on to what it was made with."""
+        rows = slots * self.cache.geometry.kv_heads * self.tiles.rows
+        if rows * 2 > self._workspace[0].numel():
+            device = self.cache.device
+            sums = torch.empty(rows * 2, dtype=torch.float32, device=device)
+            parts = torch.empty(rows * self._block, dtype=torch.float32, device=device)
+            self._workspace = sums, parts
+        return self._workspace
+
+    def run(self, plan: TritonPlan, layer: int, q: Tensor) -> Tensor:
+        return self._launch(plan, layer, q, None)
+
+    def run_with_lse(self, plan: TritonPlan, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Also the natural log-sum-exp of every row's scaled scores, fp32 [rows, query_heads]; -inf
+        (and zeros as output) where a row sees no key."""
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        return self._launch(plan, layer, q, lse), lse
+
+    @abstractmethod
+    def _launch(self, plan: TritonPlan, layer: int, q: Tensor, lse: Tensor | None) -> Tensor:
+        """The output; `lse` is filled where it is given."""
+
+    def _combine(
+        self, plan: TritonPlan, out: Tensor, logs: Tensor, window: int, fixed: dict[str, Any]
+    ) -> None:
+        """Adds up the partial results of the items, where there are any."""
+        if plan.tiles:
+            rows = self._combined_rows(plan)
+            programs = max(1, min(plan.tiles, self._schedule.programs))
+            kv_heads = self.cache.geometry.kv_heads
+            paged._combine[(kv_heads, self.tiles.rows // rows, programs)](
+                out, logs, plan.sums, plan.parts, plan.words, len(plan.words), window,
+                R=rows, num_warps=4, **fixed,
+            )  # fmt: skip
+
+    def _combined_rows(self, plan: TritonPlan) -> int:
+        """Folded rows of one combining program: fewer where there are few tiles."""
+        rows, heads = self.tiles.rows, self.cache.geometry.kv_heads
+        while rows > 4 and plan.tiles * heads * (self.tiles.rows // rows) < 4 * self._processors:
+            rows //= 4
+        return rows
+
+
+class TritonAttention(TritonPaged):
+    name: ClassVar[str] = "TRITON_ATTN"
+    cache: KVCache
+
+    def __init__(
+        self,
+        cache: KVCache,
+        query_heads: int,
+        modes: Sequence[LayerMode],
+        dtype: torch.dtype | None = None,
+        tiles: Tiles | None = None,
+        processors: int = 0,
+    ) -> None:
+        """`dtype` is that of the queries, the cache's where it is None and not 8 bits wide.
+        `tiles` and `processors` (multiprocessors of the device) replace what fits the model."""
+        shape = cache.geometry
+        stored = shape.dtype if shape.dtype not in _FP8 else torch.bfloat16
+        self.dtype = dtype or stored
+        self._half = self.dtype in _HALF and shape.dtype in (self.dtype, *_FP8)
+        # The interpreter cannot multiply bf16.
+        self._ieee = not self._half or cache.device.type == "cpu"
+        group = query_heads // shape.kv_heads
+        tiles = tiles or tiles_for(group, padded(shape.head_dim), self._half)
+        super().__init__(cache, query_heads, modes, tiles, processors)
+
+    def _launch(self, plan: TritonPlan, layer: int, q: Tensor, lse: Tensor | None) -> Tensor:
+        assert q.dtype == self.dtype, f"{q.dtype} queries, built for {self.dtype}"
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        shape, tiles, mode = self.cache.geometry, self.tiles, self.modes[layer]
+        k, v = self.cache.k[layer], self.cache.v[layer]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        logs = out if lse is None else lse
+        fixed = {
+            "HEADS": self.query_heads, "KV_HEADS": shape.kv_heads, "D": shape.head_dim,
+            "BLOCK_D": self._block, "M": tiles.rows, "N": tiles.keys, "CHUNK": tiles.chunk,
+            "CAUSAL": mode.causal, "LSE": lse is not None,
+            # No multiply-add but those spelled out: the variants of a kernel must round alike.
+            "enable_fp_fusion": False,
+        }  # fmt: skip
+        paged._attend[(shape.kv_heads, plan.programs)](
+            q, k, v, out, logs, plan.sums, plan.parts, plan.words, plan.items_at, plan.table_at,
+            plan.pages_per_span, q.stride(0), k.stride(0), k.stride(1),
+            shape.head_dim**-0.5 * math.log2(math.e), mode.window or 0,
+            PAGE=shape.page_tokens, WHOLE=plan.whole, HALF=self._half, IEEE=self._ieee,
+            num_warps=tiles.warps, num_stages=tiles.stages, **fixed,
+        )  # fmt: skip
+        self._combine(plan, out, logs, mode.window or 0, fixed)
+        return out

@@ -1,0 +1,133 @@
+"""The attention of a block draft's layers: heads with keys and values of their own, or latent.
+
+A context vector c enters a layer as what is cached only: keys and values, or W_dkv c normed and its
+key turned. All layers' share of c is one product.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from engine.kv.cache import KVCache, PagedCache
+from engine.kv.latent import LatentCache
+from engine.linear import Linear
+from engine.models.dflash_config import DFlashConfig
+from engine.models.layers import HeadNorms, Kernels, QkvShape, RopeTables, Rows
+from engine.models.mla import LatentProjections, take_down
+from engine.models.rope import rope_tables
+from engine.weights import Weights
+
+
+class DraftAttention(ABC):
+    """Weights of all layers, and where their KV goes. In a layer: `into` of the normed stream,
+    `store`, the backend, `found`, then `out`."""
+
+    into: list[Linear]
+    out: list[Linear]
+
+    @abstractmethod
+    def store(self, layer: int, projected: Tensor, rows: Rows) -> Tensor:
+        """Writes what `into` gave for the rows at their slots; the queries for the backend."""
+
+    @abstractmethod
+    def found(self, layer: int, attended: Tensor) -> Tensor:
+        """What the backend returned -> the input of `out` [rows, heads * value width]."""
+
+    @abstractmethod
+    def write_context(self, context: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Writes context vectors [n, hidden] in every layer, int64 positions and flat slots [n]."""
+
+
+def draft_attention(
+    c: DFlashConfig, draft: Weights, kernels: Kernels, cache: PagedCache
+) -> DraftAttention:
+    """Raises CheckpointError."""
+    if c.latent is not None:
+        assert isinstance(cache, LatentCache)
+        return LatentDraftAttention(c, draft, kernels, cache)
+    assert isinstance(cache, KVCache)
+    return HeadDraftAttention(c, draft, kernels, cache)
+
+
+def _tables(c: DFlashConfig, width: int, draft: Weights) -> RopeTables:
+    cos, sin = rope_tables(c.rope, width, c.max_positions)
+    return RopeTables(cos.to(draft.device), sin.to(draft.device))
+
+
+class HeadDraftAttention(DraftAttention):
+    """Grouped-query attention with norms of queries and keys."""
+
+    def __init__(self, c: DFlashConfig, draft: Weights, kernels: Kernels, cache: KVCache) -> None:
+        self._kernels, self._cache, self._eps = kernels, cache, c.rms_eps
+        self._shape = QkvShape(c.heads, c.kv_heads, c.head_dim)
+        self._rope = _tables(c, c.head_dim, draft)
+        self.into, self.out = [], []
+        self._norms: list[HeadNorms] = []
+        context: list[Tensor] = []
+        d, q, kv = c.hidden_size, self._shape.query, self._shape.kv
+        for index in range(c.layer_count):
+            prefix = f"layers.{index}.self_attn"
+            w_q = draft.take(f"{prefix}.q_proj.weight", q, d)
+            both = [draft.take(f"{prefix}.{name}_proj.weight", kv, d) for name in ("k", "v")]
+            context.append(torch.cat(both))
+            self.into.append(kernels.pack(torch.cat((w_q, context[-1]))))
+            self.out.append(kernels.pack(draft.take(f"{prefix}.o_proj.weight", d, q)))
+            self._norms.append(
+                (
+                    draft.take(f"{prefix}.q_norm.weight", c.head_dim).float(),
+                    draft.take(f"{prefix}.k_norm.weight", c.head_dim).float(),
+                )
+            )
+        self._context = kernels.pack(torch.cat(context))
+        self._k_norms = torch.stack([k_norm for _, k_norm in self._norms])
+
+    def store(self, layer: int, projected: Tensor, rows: Rows) -> Tensor:
+        pages = self._cache.k[layer], self._cache.v[layer]
+        return self._kernels.store(
+            projected, self._shape, self._norms[layer], self._eps, self._rope, rows, pages
+        )
+
+    def found(self, layer: int, attended: Tensor) -> Tensor:
+        return attended.flatten(1)
+
+    def write_context(self, context: Tensor, positions: Tensor, slots: Tensor) -> None:
+        shape = (self._shape.kv_heads, self._shape.head_dim)
+        self._kernels.store_context(
+            self._context(context), shape, self._k_norms, self._eps, self._rope, positions, slots,
+            self._cache.data,
+        )  # fmt: skip
+
+
+class LatentDraftAttention(DraftAttention):
+    """Latent attention, as in `mla.py`; each layer has latent KV of its own."""
+
+    def __init__(
+        self, c: DFlashConfig, draft: Weights, kernels: Kernels, cache: LatentCache
+    ) -> None:
+        latent = c.latent
+        assert latent is not None
+        self._cache, self._width = cache, latent.width
+        self._rope = _tables(c, latent.rope, draft)
+        prefixes = [f"layers.{index}.self_attn" for index in range(c.layer_count)]
+        self._layers = [
+            LatentProjections(draft, prefix, latent, c.heads, c.hidden_size, kernels)
+            for prefix in prefixes
+        ]
+        self.into = [layer.down for layer in self._layers]
+        self.out = [layer.out for layer in self._layers]
+        downs = [take_down(draft, prefix, latent, c.hidden_size)[0] for prefix in prefixes]
+        self._context = kernels.pack(torch.cat(downs))
+
+    def store(self, layer: int, projected: Tensor, rows: Rows) -> Tensor:
+        return self._layers[layer].store(projected, self._rope, rows, self._cache, layer)
+
+    def found(self, layer: int, attended: Tensor) -> Tensor:
+        return self._layers[layer].values(attended)
+
+    def write_context(self, context: Tensor, positions: Tensor, slots: Tensor) -> None:
+        down = self._context(context).view(len(slots), -1, self._width)
+        for index, layer in enumerate(self._layers):
+            layer.write(down[:, index], self._rope, positions, slots, self._cache, index)

@@ -1,0 +1,149 @@
+"""Multi-head latent attention (arXiv 2405.04434) with absorbed weights.
+
+The cache holds n = RMSNorm(W_dkv x) and one turned key r for all heads. Head h has the keys
+[W_uk[h] n ; r] and the values W_uv[h] n, which are never made: its query q is taken into the latent
+space, q W_uk[h], attends there, and W_uv[h] is applied to what comes back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.reference import rotate_ref
+from engine.kv.latent import LatentCache
+from engine.linear import Linear
+from engine.models.latent_config import LatentConfig
+from engine.models.layers import Kernels, RopeTables, Rows, norm_weight
+from engine.weights import Weights
+
+# The norms inside the attention have their own: transformers takes no other from a config.
+_EPS = 1e-6
+
+
+class HeadProducts:
+    """A product of its own for each head: [rows, heads, inner] -> [rows, heads, outer]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` [heads, inner, outer]."""
+        # Activations are fp32 on the CPU; a GPU keeps the weight as it is.
+        self._weight = (weight.float() if weight.is_cpu else weight).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        by_head = x.transpose(0, 1).to(self._weight.dtype)
+        return torch.bmm(by_head, self._weight).transpose(0, 1).to(x.dtype)
+
+
+def half_split(weight: Tensor, rope: int) -> Tensor:
+    """Rows whose last `rope` turn in neighbouring pairs -> the same with pairs rope / 2 apart."""
+    kept, turned = weight[:-rope], weight[-rope:]
+    return torch.cat((kept, turned[0::2], turned[1::2]))
+
+
+def take_down(
+    weights: Weights, prefix: str, c: LatentConfig, hidden: int, bias: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Weight [width, hidden] and bias of the product that makes what is cached, turning pairs half
+    a width apart."""
+    name = f"{prefix}.kv_a_proj_with_mqa"
+    weight = weights.take(f"{name}.weight", c.width, hidden)
+    offset = weights.take(f"{name}.bias", c.width) if bias else None
+    if c.interleaved:
+        weight = half_split(weight, c.rope)
+        offset = None if offset is None else half_split(offset, c.rope)
+    return weight, offset
+
+
+class LatentProjections:
+    """Everything of an attention layer but the attention itself: `down` of the normed stream, then
+    `store`; attention; `values`, then `out`."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        c: LatentConfig,
+        heads: int,
+        hidden: int,
+        kernels: Kernels,
+        bias: bool = False,
+    ) -> None:
+        self.c, self.heads, self._kernels = c, heads, kernels
+        query_width = c.nope + c.rope
+        first = "q_proj" if c.q_rank is None else "q_a_proj"
+        rows = heads * query_width if c.q_rank is None else c.q_rank
+        down, offset = take_down(weights, prefix, c, hidden, bias)
+        query = weights.take(f"{prefix}.{first}.weight", rows, hidden)
+        if c.q_rank is None:
+            query = self._half_split_heads(query)
+        offsets = None
+        if offset is not None:
+            named = c.q_rank is not None  # q_proj itself has none
+            own = weights.take(f"{prefix}.q_a_proj.bias", rows) if named else query.new_zeros(rows)
+            offsets = torch.cat((own, offset))
+        # One product for all that is made of the same rows.
+        self.down = kernels.pack(torch.cat((query, down)), offsets)
+        self._query_rows = rows
+        self._up: Linear | None = None
+        if c.q_rank is not None:
+            self._q_norm = norm_weight(weights, f"{prefix}.q_a_layernorm.weight", c.q_rank)
+            up = weights.take(f"{prefix}.q_b_proj.weight", heads * query_width, c.q_rank)
+            self._up = kernels.pack(self._half_split_heads(up))
+        self._kv_norm = norm_weight(weights, f"{prefix}.kv_a_layernorm.weight", c.rank)
+        both = weights.take(f"{prefix}.kv_b_proj.weight", heads * (c.nope + c.value), c.rank)
+        per_head = both.view(heads, c.nope + c.value, c.rank)
+        self._absorb_k = HeadProducts(per_head[:, : c.nope])
+        self._absorb_v = HeadProducts(per_head[:, c.nope :].transpose(1, 2))
+        out = weights.take(f"{prefix}.o_proj.weight", hidden, heads * c.value)
+        out_bias = weights.take(f"{prefix}.o_proj.bias", hidden) if bias else None
+        self.out = kernels.pack(out, out_bias)
+
+    def _half_split_heads(self, weight: Tensor) -> Tensor:
+        if not self.c.interleaved:
+            return weight
+        heads = weight.view(self.heads, -1, weight.shape[1])
+        return torch.cat([half_split(head, self.c.rope) for head in heads])
+
+    def store(
+        self, down: Tensor, rope: RopeTables, rows: Rows, cache: LatentCache, layer: int
+    ) -> Tensor:
+        """Takes what `down` gave for the rows: writes what is cached of them, and returns their
+        queries in the latent space [rows, heads, width]."""
+        self.write(down[:, self._query_rows :], rope, rows.positions, rows.slots, cache, layer)
+        cos, sin = rope.cos[rows.positions], rope.sin[rows.positions]
+        q = down[:, : self._query_rows]
+        if self._up is not None:
+            q = self._up(self._kernels.rms_norm(q.contiguous(), self._q_norm, _EPS))
+        heads = q.view(-1, self.heads, self.c.nope + self.c.rope)
+        turned = rotate_ref(heads[..., self.c.nope :], cos, sin)
+        inside = self._absorb_k(heads[..., : self.c.nope])
+        return torch.cat((inside, turned.to(inside.dtype)), dim=-1)
+
+    def write(
+        self,
+        down: Tensor,
+        rope: RopeTables,
+        positions: Tensor,
+        slots: Tensor,
+        cache: LatentCache,
+        layer: int,
+    ) -> None:
+        """Caches what W_dkv gave for rows [rows, width], at integer positions and slots [rows]."""
+        if cache.device.type == "cuda":
+            from engine.attention.kernels.latent_store import store_latent
+
+            tables = rope.cos, rope.sin
+            store_latent(down, self._kv_norm, _EPS, tables, positions, slots, cache, layer)
+            return
+        latent = self.latent(down, rope.cos[positions], rope.sin[positions])
+        cache.write(layer, latent, slots)
+
+    def latent(self, down: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What to cache [rows, width] of what W_dkv gave for the rows."""
+        normed = self._kernels.rms_norm(down[:, : self.c.rank].contiguous(), self._kv_norm, _EPS)
+        turned = rotate_ref(down[:, None, self.c.rank :], cos, sin)
+        return torch.cat((normed, turned[:, 0]), dim=-1)
+
+    def values(self, attended: Tensor) -> Tensor:
+        """What the heads found, [rows, heads, rank] -> the input of `out` [rows, heads * value]."""
+        return self._absorb_v(attended).flatten(1)

@@ -1,0 +1,57 @@
+"""The fused Triton operators against their torch references; on the GPU at real sizes too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = (
+    *("linear_add", "norm_linear", "norm_gate_up", "head", "embed", "qkv_store", "context_store"),
+    *("plain", "noise", "draw", "filters", "accept", "walk", "rows independent"),
+)
+
+
+def run(script: str, *arguments: str, **environment: str) -> str:
+    """Output of a script of this repository in a process of its own."""
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(root / script), *arguments],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_operators_equal_their_references() -> None:
+    """In Triton's interpreter, on tiny sizes."""
+    said = run("tests/engine/triton_ops_check.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert all(name in said for name in CHECKS), said
+
+
+def test_without_a_gpu_the_reason_is_given() -> None:
+    said = run("tests/engine/triton_absent.py", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    assert "Triton kernels are not available" in said and "CUDA" in said
+
+
+@pytest.mark.gpu
+def test_operators_on_the_gpu() -> None:
+    said = run("tests/engine/triton_ops_check.py")
+    assert all(name in said for name in CHECKS), said
+
+
+@pytest.mark.gpu
+def test_operators_at_real_sizes(tmp_path: Path) -> None:
+    """Errors against fp64, and a row's bits whatever stands beside it, M = 1..33."""
+    found = tmp_path / "found.json"
+    run("tests/load/bench_kernels.py", "--check", "--out", str(found))
+    report = json.loads(found.read_text())
+    assert report["failed"] == [] and len(report["checks"]) > 20

@@ -1,0 +1,94 @@
+"""Attention backends on a GPU: correctness, and time over what the bytes of the keys take.
+
+python -m tests.load.bench_attention --check           every backend against fp64, in parallel
+python -m tests.load.bench_attention --time --out F    decode and verify, against FlashInfer and
+                                                       FlashAttention where they are installed
+python -m tests.load.bench_attention --sweep           which tile shapes are best here
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from tests.engine import attention_cases as cases
+from tests.load import attention_times as times
+
+WORKERS = 14
+
+
+def check_one(case: cases.Case) -> tuple[str, list[str], str]:
+    """(case, what is wrong, what was found) of one case."""
+    limit, wrong = cases.LIMITS[case.types[0]], []
+    try:
+        found = cases.errors(case, cases.batch_of())
+        wrong += [f"{mode}: {error:.1e}" for mode, error in found.items() if not error < limit]
+        if case.backend == "TRITON_ATTN":
+            wrong += [f"not the same bits: {text}" for text in cases.unequal_rows(case, SHORT)]
+            wrong += [f"replay differs: {text}" for text in cases.unequal_replays(case)]
+            error = cases.lse_error(case)
+            wrong += [f"log-sum-exp off by {error:.1e}"] if not error < 1e-2 else []
+        return str(case), wrong, f"worst error {max(found.values()):.1e}"
+    except Exception:  # one case must not hide the others
+        return str(case), [traceback.format_exc()], ""
+    finally:
+        torch.cuda.empty_cache()
+
+
+SHORT = cases.batch_of(6000)
+
+
+def check(workers: int, only: str) -> int:
+    begun, failed = time.monotonic(), 0
+    todo = [case for case in cases.all_cases() if only in str(case)]
+    if not importlib.util.find_spec("flashinfer"):
+        todo = [case for case in todo if case.backend != "FLASHINFER"]
+        print("FLASHINFER is not installed: not checked")
+    # Those that compile longest go first.
+    todo.sort(key=lambda case: case.backend not in ("FLEX_ATTENTION", "FLASHINFER"))
+    worst: dict[str, list[str]] = {}
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for name, wrong, found in pool.imap_unordered(check_one, todo, chunksize=1):
+            worst.setdefault(name.split()[0], []).append(found)
+            failed += bool(wrong)
+            for text in wrong:
+                print(f"WRONG {name}: {text}", flush=True)
+    for name, found in sorted(worst.items()):
+        print(f"{name}: {len(found)} cases, {max(found, key=lambda text: text[-7:] or ' ')}")
+    print(f"{len(todo)} cases, {failed} wrong, {time.monotonic() - begun:.0f} s")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", default="", help="cases or shapes whose name contains this")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--page", type=int, default=16, help="tokens a page, when timing")
+    chosen = parser.parse_args()
+    code, results = 0, {}
+    if chosen.check:
+        code = check(chosen.workers, chosen.only)
+    if chosen.time:
+        results = times.run(chosen.only, chosen.page)
+    if chosen.sweep:
+        results["sweep"] = times.sweep(chosen.only, chosen.page)
+    if chosen.out:
+        chosen.out.write_text(json.dumps(results, indent=1) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,191 @@
+"""The cost model of `specwire plan`: numbers worked out by hand, and what must hold for any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.costs import Cost
+from coordinator.topology import (
+    Link,
+    StepTimes,
+    Work,
+    best_colocated,
+    best_separate,
+    break_even_ms,
+    colocated,
+    plain,
+    separate,
+    tau,
+)
+
+
+def steps(*points: tuple[int, int, float]) -> StepTimes:
+    """Of (draft tokens, sessions, ms)."""
+    return StepTimes(Cost(k, s, 0, ms / 1e3) for k, s, ms in points)
+
+
+def work(
+    verify: StepTimes | None = None,
+    draft: StepTimes | None = None,
+    beside: StepTimes | None = None,
+    taus: dict[int, float] | None = None,
+    batch: int = 1,
+    row_bytes: int = 0,
+) -> Work:
+    draft = draft or steps((4, 1, 4.0))
+    verify = verify or steps((0, 1, 10.0), (4, 1, 12.0))
+    return Work(verify, draft, beside or draft, taus or {4: 2.5}, batch, row_bytes)
+
+
+def test_tokens_a_round() -> None:
+    assert tau([0.5, 0.4, 0.2], 0) == 1.0
+    # 1 + 0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.2, then 0.2 again
+    assert tau([0.5, 0.4, 0.2], 3) == pytest.approx(1.74)
+    assert tau([0.5, 0.4, 0.2], 4) == pytest.approx(1.748)
+
+
+def test_times_between_what_was_measured() -> None:
+    table = steps((0, 1, 10.0), (8, 1, 18.0), (0, 5, 20.0), (8, 5, 60.0))
+    assert table.ms(0, 1) == 10.0
+    assert table.ms(4, 1) == 14.0
+    assert table.ms(4, 5) == 40.0
+    assert table.ms(4, 3) == 27.0
+    two = StepTimes([Cost(0, 1, 64, 0.010), Cost(0, 1, 2048, 0.030)], context_tokens=1500)
+    assert two.ms(0, 1) == 30.0
+
+
+def test_one_session_by_hand() -> None:
+    link = Link(rtt_ms=3.0, bandwidth_gbit=10.0, exchange_ms=0.5, target_rtt_ms=0.2)
+    one = work(row_bytes=40_960)
+    assert plain(one).cycle_ms == 10.0 and plain(one).tokens_per_s == 100.0
+    beside = colocated(one, link, 4)
+    assert beside.cycle_ms == pytest.approx(12.0 + 4.0 + 0.7)
+    assert beside.tokens_per_s == pytest.approx(2500 / 16.7)
+    alone = separate(one, link, 4, 1)
+    # Rows: 2.5 of 40,960 bytes on 10 Gbit/s are 0.0819 ms, and are there before the word to go on.
+    assert alone.rows_ms == 0.0
+    assert alone.exchanges_ms == pytest.approx(0.7 + 3.5)
+    assert alone.cycle_ms == pytest.approx(20.2)
+
+
+def test_rows_are_waited_for_where_the_wire_is_slow() -> None:
+    link = Link(rtt_ms=3.0, bandwidth_gbit=0.1, exchange_ms=0.5)
+    alone = separate(work(row_bytes=40_960), link, 4, 1)
+    # 819,200 bits at 100,000 a ms, less half of the target's exchange.
+    assert alone.rows_ms == pytest.approx(8.192 - 0.25)
+    assert alone.cycle_ms == pytest.approx(12 + 4 + 0.5 + 3.5 + 7.942)
+
+
+def test_break_even_by_hand() -> None:
+    link = Link(exchange_ms=0.5)
+    one = work()
+    # 2.5 tokens in 25 ms are as fast as plain: 12 + 4 + 1 of it are spent without the wire.
+    assert break_even_ms(one, link, plain(one)) == pytest.approx(8.0)
+    # The same device times: an exchange more is never made up for.
+    assert break_even_ms(one, link, best_colocated(one, link)) is None
+    slow = work(beside=steps((4, 1, 6.0)))
+    # 2 ms longer beside the target: they pay for 0.5 ms of work and 1.5 ms of wire.
+    assert break_even_ms(slow, link, best_colocated(slow, link)) == pytest.approx(1.5)
+
+
+def test_two_halves_in_turn_hide_the_draft_and_the_wire() -> None:
+    """Compute-bound steps take half as long for half the sessions: both devices stay busy."""
+    verify = steps((0, 8, 16.0), (0, 16, 32.0), (4, 8, 20.0), (4, 16, 40.0))
+    draft = steps((4, 8, 10.0), (4, 16, 20.0))
+    many = work(verify, draft, taus={4: 2.5}, batch=16)
+    link = Link(rtt_ms=5.0, exchange_ms=0.5)
+    assert separate(many, link, 4, 1).cycle_ms == pytest.approx(66.0)
+    alone = best_separate(many, link)
+    # 20 + 10 + 6 would be over before the target has done both halves.
+    assert (alone.groups, alone.cycle_ms) == (2, 40.0)
+    assert colocated(many, link, 4).cycle_ms == pytest.approx(60.5)
+    # As fast as co-located while 20 + 10 + 1 + r stay within 60.5.
+    assert break_even_ms(many, link, colocated(many, link, 4)) == pytest.approx(29.5)
+
+
+def test_steps_bound_by_memory_gain_nothing_from_halves() -> None:
+    verify = steps((0, 8, 16.0), (0, 16, 16.0), (4, 8, 20.0), (4, 16, 20.0))
+    many = work(verify, steps((4, 8, 4.0), (4, 16, 4.0)), batch=16)
+    assert best_separate(many, Link(rtt_ms=1.0)).groups == 1
+
+
+def test_each_topology_takes_the_k_that_suits_it() -> None:
+    """Where a round costs more beside its tokens, more of them pay."""
+    chances = [0.8] * 8
+    taus = {k: tau(chances, k) for k in range(1, 9)}
+    one = work(steps((0, 1, 10.0), (8, 1, 26.0)), steps((1, 1, 1.0), (8, 1, 4.5)), taus=taus)
+    near = best_separate(one, Link(rtt_ms=0.0)).k
+    far = best_separate(one, Link(rtt_ms=60.0)).k
+    assert best_colocated(one, Link()).k <= near < far
+
+
+positive = st.floats(0.1, 100.0)
+rtts = st.floats(0.0, 200.0)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Work:
+    def table() -> StepTimes:
+        ms, by_token, by_session = draw(positive), draw(st.floats(0, 1)), draw(st.floats(0, 1))
+        return steps(
+            *(
+                (k, s, ms * (1 + by_token * k) * (1 + by_session * (s - 1)))
+                for k in (0, 7)
+                for s in (1, 64)
+            )
+        )
+
+    chances = draw(st.lists(st.floats(0, 1), min_size=1, max_size=7))
+    ks = draw(st.sets(st.integers(1, 7), min_size=1))
+    return Work(
+        table(),
+        table(),
+        table(),
+        {k: tau(chances, k) for k in ks},
+        draw(st.integers(1, 64)),
+        draw(st.integers(0, 200_000)),
+    )
+
+
+links = st.builds(Link, rtts, st.floats(0.01, 400.0), st.floats(0.0, 5.0), st.floats(0.0, 20.0))
+
+
+@given(loads(), links, rtts)
+def test_a_longer_wire_never_helps(load: Work, link: Link, more_ms: float) -> None:
+    near, far = (best_separate(load, replace(link, rtt_ms=link.rtt_ms + d)) for d in (0, more_ms))
+    assert far.tokens_per_s <= near.tokens_per_s * (1 + 1e-9)
+    assert best_colocated(load, link) == best_colocated(load, replace(link, rtt_ms=more_ms))
+
+
+@given(loads(), links, st.floats(1.0, 100.0))
+def test_a_wider_wire_never_hurts(load: Work, link: Link, times: float) -> None:
+    wide = replace(link, bandwidth_gbit=link.bandwidth_gbit * times)
+    narrow_speed = best_separate(load, link).tokens_per_s
+    assert best_separate(load, wide).tokens_per_s >= narrow_speed * (1 - 1e-9)
+
+
+@given(loads(), links)
+def test_no_device_works_more_than_all_the_time(load: Work, link: Link) -> None:
+    one = best_separate(load, link)
+    for ms in (one.verify_ms, one.draft_ms):
+        assert one.groups * ms <= one.cycle_ms * (1 + 1e-9)
+    parts = one.verify_ms + one.draft_ms + one.exchanges_ms + one.rows_ms
+    assert one.cycle_ms >= parts * (1 - 1e-9)
+
+
+@given(loads(), links)
+def test_the_break_even_is_where_both_are_as_fast(load: Work, link: Link) -> None:
+    for rival in (plain(load), best_colocated(load, link)):
+        even = break_even_ms(load, link, rival)
+        if even is None:
+            at_zero = best_separate(load, replace(link, rtt_ms=0.0))
+            assert at_zero.tokens_per_s <= rival.tokens_per_s * (1 + 1e-9)
+            continue
+        at = best_separate(load, replace(link, rtt_ms=even)).tokens_per_s
+        beyond = best_separate(load, replace(link, rtt_ms=1.01 * even + 0.01)).tokens_per_s
+        assert at >= rival.tokens_per_s * (1 - 1e-9)
+        assert beyond < rival.tokens_per_s
