@@ -98,7 +98,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("allocated before the refusal")
 
-    monkeypatch.setattr(loading, "KVCache", refuse)
+    monkeypatch.setattr(loading, "build_cache", refuse)
     monkeypatch.setattr(Weights, "__init__", refuse)
 
 
