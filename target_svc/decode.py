@@ -80,6 +80,7 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
         accepted = f"0 to {len(ids)}, the number of ids"
         raise SpecwireError.field("rows_from", request.rows_from, accepted)
     stop_ids = frozenset(check_stop_ids(request.stop_token_ids, limits.vocab_size))
+    draft_tokens = _colocated(request, limits)
     whole = request.HasField("prompt_logprobs")
     return OpenSpec(
         ids=ids,
@@ -103,7 +104,7 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
         priority=request.priority,
         takes_prefix=not (request.no_prefix_cache or whole),
         publishes=not request.no_prefix_cache,
-        draft_tokens=_colocated(request, limits),
+        draft_tokens=draft_tokens,
         then_propose=request.colocated.then_propose,
     )
 

@@ -125,8 +125,8 @@ class Scheduler:
             self._residency.free_released()
             self._residency.admit(ready.values(), now)
             batch = self._batches.build(ready.values(), now)
-            self._report()
             if not batch:
+                self._report()
                 await self._sleep(loop)
                 continue
             await self._step(loop, batch)
@@ -172,9 +172,11 @@ class Scheduler:
         wishes = [wish_of(session) if item.draws else None for session, item in batch]
         before = time.perf_counter()
         try:
-            answers, drafting = await loop.run_in_executor(
+            work = loop.run_in_executor(
                 self._thread, _run, self._engine, self._drafter, items, wishes
             )
+            self._report()  # while the engine works
+            answers, drafting = await work
         except Exception as error:  # the engine raises for bugs only: the service outlives them
             self._engine_failed([session for session, _ in batch], error)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import grpc
 
 from draft_svc import colocated
 from engine.kv.pool import PoolStats
+from engine.models.dflash import DFlashModel
 from engine.runner import NativeEngine
 from specwire.rpc import channel_options
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -41,6 +43,23 @@ class Colocated:
 
     def stats(self) -> PoolStats:
         return self.engine.stats()
+
+    @property
+    def model(self) -> DFlashModel:
+        """The draft's."""
+        beside = self.engine._beside
+        assert beside is not None and isinstance(beside._drafter, colocated.BlockDrafter)
+        return beside._drafter._model
+
+    async def idle(self, timeout: float = 5.0) -> None:
+        """All sessions gone and all pages free, in time."""
+        assert self.app.scheduler is not None
+        async with asyncio.timeout(timeout):
+            await self.app.scheduler.idle.wait()
+            while self.stats().tables:  # noqa: ASYNC110  (the engine tells nobody)
+                await asyncio.sleep(0.01)
+        self.engine.check_integrity()
+        assert self.stats().free == self.stats().total
 
     async def drafter(self) -> draft_pb2.DrafterInfo:
         info = await self.draft.GetInfo(draft_pb2.DraftServiceGetInfoRequest())
@@ -74,15 +93,14 @@ async def colocated_target(model: Path, draft: Path, **settings: Any) -> AsyncIt
             return found
 
         app = TargetApp(made, load, drafter)
-        await app.start()
         try:
+            await app.start()
             options = channel_options(link=True)
             async with grpc.aio.insecure_channel(app.address, options=options) as channel:
                 yield Colocated(app, loaded[0], channel)
         finally:
             await app.stop()
-            assert app._loop_task is not None
-            if not app._loop_task.cancelled():
+            if app._loop_task is not None and not app._loop_task.cancelled():
                 app._loop_task.result()
         loaded[0].check_integrity()
 
