@@ -36,6 +36,7 @@ TRITON_ATTN = Backend(
     lse_base="e",
     graphs=(GraphRule(GraphLevel.ALWAYS, on=(ANY_GPU,)),),
     implemented=True,
+    ran_on_gpu=True,
     note="rows do not depend on the rows beside them; on the CPU with TRITON_INTERPRET=1 only",
 )
 

@@ -388,6 +388,7 @@ def test_the_list_of_limits() -> None:
     assert code == 0 and len(found["backends"]) == 32
     assert {row["here"] for row in found["backends"]} == {
         "judged only",
+        "implemented, ran on a GPU",
         "implemented, never ran on a GPU",
     }
     code, out, _ = call("--list")
