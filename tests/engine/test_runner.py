@@ -170,7 +170,7 @@ def test_start_up_refusals(directory: Path) -> None:
         load_tiny(directory, device="cuda")
     with pytest.raises(BackendUnavailable, match=r"kv=int8.*accepted: auto, float32"):
         load_tiny(directory, kv_dtype="int8")
-    for field, value in (("dtype", "float8"), ("kernels", "triton")):
+    for field, value in (("dtype", "float8"), ("kernels", "fast")):
         with pytest.raises(SettingRefused, match=f"^{field} = '{value}' .* accepted: auto, "):
             load_tiny(directory, **{field: value})
     with pytest.raises(BackendUnavailable, match="TORCH_SDPA"):
