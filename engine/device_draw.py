@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -54,10 +54,6 @@ class DrawFields:
         temperature, min_p, top_p = parts[:3].view(torch.float32)
         seed = words[6 * rows :].view(torch.int64)
         return DrawFields(temperature, min_p, top_p, parts[3], parts[4], parts[5], seed)
-
-    def part(self, first: int, end: int) -> DrawFields:
-        """Rows [first, end)."""
-        return DrawFields(*(getattr(self, f.name)[first:end] for f in fields(self)))
 
 
 class DeviceDrawer:
