@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +13,12 @@ import uvloop
 
 from coordinator import bench_report as report_of
 from coordinator import options as opt
-from coordinator.bench_modes import Mode, pairs, parse_modes, placed, wants_colocated
+from coordinator.bench_modes import Mode, colocated_methods, pairs, parse_modes, placed
 from coordinator.bench_prompts import Prompt, load_prompts
 from coordinator.bench_run import BenchOptions, Clients, run_modes
 from coordinator.bench_stats import ratios, summarize
 from coordinator.drafters import COLOCATED
-from coordinator.local import COLOCATED_METHOD, LocalDeployment, LocalOptions
+from coordinator.local import COLOCATED_METHOD, LocalDeployment, LocalOptions, colocatable
 from coordinator.runtime_file import running_address
 from specwire.client import AsyncClient
 from specwire.info import WorkerState
@@ -32,16 +32,20 @@ async def compare(
     options: BenchOptions,
     *,
     colocate: bool = False,
-    colocated_address: str = "",
+    colocated: Mapping[str, str] | None = None,
 ) -> report_of.Report:
     """The JSON report. `colocate`: drafters that are in both places are measured in both.
-    `colocated_address`: where co-located drafters are, if that is another deployment."""
+    `colocated`: addresses of co-located drafters by method, where those are other deployments."""
     async with AsyncExitStack() as stack:
-        addresses = filter(None, (address, colocated_address))
-        clients = [await stack.enter_async_context(AsyncClient(found)) for found in addresses]
-        servers = [await client.info() for client in clients]
+
+        async def connect(found: str) -> AsyncClient:
+            return await stack.enter_async_context(AsyncClient(found))
+
+        first = await connect(address)
+        inside = {method: await connect(at) for method, at in (colocated or {}).items()}
+        servers = [await client.info() for client in (first, *inside.values())]
         modes = placed(modes, servers, both=colocate)
-        runs = await run_modes(Clients(*clients), prompts, modes, options, opt.say)
+        runs = await run_modes(Clients(first, inside), prompts, modes, options, opt.say)
     server, workers = servers[0], [worker for info in servers for worker in info.workers]
     settings = {
         **asdict(options),
@@ -64,22 +68,24 @@ async def compare(
 
 
 def _role(worker: WorkerState) -> str:
-    """`target`, `draft`, and `draft@colocated` for the one in the target's process."""
-    return f"{worker.role}@{COLOCATED}" if worker.placement == COLOCATED else worker.role
+    """`target`, `draft`, and `dflash@colocated` for the one in the target's process."""
+    inside = worker.placement == COLOCATED
+    return f"{'+'.join(worker.methods)}@{COLOCATED}" if inside else worker.role
 
 
 @contextmanager
-def _deployments(address: str, *, inside: bool) -> Iterator[tuple[str, str]]:
-    """The address given, or that of a running deployment; else an own one, and `inside` a second
-    one with the draft in the target's process: both topologies as `specwire up` starts them."""
+def _deployments(address: str, inside: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The address given, or that of a running deployment; else an own one, and one with each of the
+    drafters `inside` in its target's process: topologies as `specwire up` starts them."""
     own = not (address or running_address())
-    with opt.coordinator_address(address) as found:
-        if not (own and inside):
-            yield found, ""
-            return
-        options = LocalOptions(colocate=COLOCATED_METHOD)
-        with opt.terminated_cleanly(), LocalDeployment(options, opt.say) as second:
-            yield found, second.address
+    with opt.coordinator_address(address) as found, ExitStack() as stack:
+        others: dict[str, str] = {}
+        if own and inside:
+            stack.enter_context(opt.terminated_cleanly())
+            for method in inside:
+                other = LocalDeployment(LocalOptions(colocate=method), opt.say)
+                others[method] = stack.enter_context(other).address
+        yield found, others
 
 
 def bench(
@@ -91,8 +97,9 @@ def bench(
         str,
         typer.Option(
             help="Modes to compare: `plain`, `draft` (the default drafter), or drafters by name: "
-            "`ngram`, `hybrid`, `dflash`, `draft_model`; NAME@fast for one, NAME@colocated for the "
-            "drafter in the target's process (NAME beside it is the separate one then)."
+            "`ngram`, `hybrid`, `dflash`, `draft_model`; NAME@fast for one; "
+            "`dflash@colocated`, `dspark@colocated` for those in the target's process (NAME beside "
+            "one is the separate one then)."
         ),
     ] = "plain,draft",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens a prompt.")] = 128,
@@ -115,13 +122,14 @@ def bench(
     phase_ms in the JSON are totals: divide by rounds. A prompt's later modes, and later turns of a
     chat, find what they share in the prefix cache, as requests in service do. "outside" is what a
     round takes beyond the computing of target and draft: the median over the rounds that drafted.
-    Without an address, and where a mode asks for it, both topologies are started side by side.
+    Without an address each co-located drafter that a mode asks for is started with a target of its
+    own, beside a deployment with a draft service.
 
     Examples:
 
     \b
       specwire bench --prompts prompts.jsonl --modes plain,ngram,dflash --json out.json
-      specwire bench --prompts prompts.jsonl --modes dflash,dflash@colocated
+      specwire bench --prompts prompts.jsonl --modes dflash,dflash@colocated,dspark@colocated
       specwire bench --prompts prompts.jsonl --modes plain@fast,draft --temperature 0.8 --seed 7
       specwire bench --prompts prompts.jsonl --address 127.0.0.1:7070 --plot out.png
     """
@@ -133,11 +141,9 @@ def bench(
         report_of.require_writable("--plot", plot)
         report_of.require_matplotlib()
     options = BenchOptions(max_tokens, temperature, seed, exactness, num_speculative_tokens)
-    inside = colocate or wants_colocated(chosen)
-    with _deployments(address, inside=inside) as (found, other):
-        run = compare(
-            found, prompts, loaded, chosen, options, colocate=colocate, colocated_address=other
-        )
+    inside = colocated_methods(chosen, COLOCATED_METHOD, colocatable(), both=colocate)
+    with _deployments(address, inside) as (found, others):
+        run = compare(found, prompts, loaded, chosen, options, colocate=colocate, colocated=others)
         report = uvloop.run(run)
     report_of.print_table(report, report_of.console())
     if json_file is not None:

@@ -56,6 +56,20 @@ def wants_colocated(modes: Sequence[Mode]) -> bool:
     return any(mode.placement == COLOCATED for mode in modes)
 
 
+def colocated_methods(
+    modes: Sequence[Mode], default: str, known: Sequence[str], *, both: bool
+) -> list[str]:
+    """Drafters that modes want in a target's process, each once; `both`: those of the other modes
+    too, as far as they are `known` to be able to live there. `default` is what `draft` means."""
+    wanted = [
+        mode.method or default
+        for mode in modes
+        if mode.placement == COLOCATED
+        or (both and not mode.placement and (mode.method or default) in known)
+    ]
+    return list(dict.fromkeys(wanted))
+
+
 def placed(modes: Sequence[Mode], servers: Sequence[ServerInfo], *, both: bool) -> list[Mode]:
     """The modes as requests; the default method is the first server's. `both`: each drafter that is
     in both places is measured in both. A mode that names no place stands for the separate drafter

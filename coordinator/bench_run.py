@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Unpack
 
 from coordinator.bench_modes import Mode, rotated
@@ -34,13 +34,14 @@ class Streams(Protocol):
 
 @dataclass(frozen=True)
 class Clients:
-    """Who is asked: a deployment, and one with co-located drafters where that is another."""
+    """Who is asked: a deployment, and for co-located drafters, by method, those where they are if
+    that is elsewhere."""
 
     first: Streams
-    colocated: Streams | None = None
+    colocated: Mapping[str, Streams] = field(default_factory=dict)
 
     def of(self, mode: Mode) -> Streams:
-        inside = self.colocated if mode.placement == COLOCATED else None
+        inside = self.colocated.get(mode.method) if mode.placement == COLOCATED else None
         return inside or self.first
 
 

@@ -8,9 +8,10 @@ from coordinator.bench import bench
 from coordinator.info_view import info
 from coordinator.talk import chat, generate
 from coordinator.topology_command import plan
-from coordinator.up import up
+from coordinator.up import UpCommand, up
 
 
 def register(app: typer.Typer) -> None:
-    for command in (up, generate, chat, bench, info, plan):
+    app.command(cls=UpCommand)(up)
+    for command in (generate, chat, bench, info, plan):
         app.command()(command)

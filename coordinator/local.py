@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,8 +29,10 @@ Progress = Callable[[str], None]
 START_TIMEOUT_S = 180.0
 STOP_GRACE_S = 8.0
 LOG_TAIL_LINES = 5
-# Of the draft that ships.
+# What `--colocate` takes where nothing is said: the default of a draft service too.
 COLOCATED_METHOD = "dflash"
+# Packages register the drafters that can live in a target's process here; only names are read.
+DRAFTERS = "specwire.drafters"
 # sockaddr_un holds 108 bytes, the closing zero included.
 SOCKET_PATH_BYTES = 107
 
@@ -234,6 +237,11 @@ def child_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": cores,
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def colocatable() -> list[str]:
+    """Methods of the drafters that are installed for a target's process."""
+    return sorted(point.name for point in metadata.entry_points(group=DRAFTERS))
 
 
 def parse_extra(values: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -6,17 +6,37 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from coordinator import runtime_file
-from coordinator.local import COLOCATED_METHOD, LocalDeployment, LocalOptions, parse_extra
+from coordinator.local import (
+    COLOCATED_METHOD,
+    LocalDeployment,
+    LocalOptions,
+    colocatable,
+    parse_extra,
+)
 from coordinator.options import say, terminated_cleanly
 from specwire.errors import Reason, SpecwireError
 
 WATCH_S = 0.2
+_COLOCATE = "--colocate"
+
+
+class UpCommand(TyperCommand):
+    """`--colocate` without a method means the default one; the library has no such option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        whole = [
+            f"{arg}={COLOCATED_METHOD}" if arg == _COLOCATE and behind.startswith("-") else arg
+            for arg, behind in pairwise([*args, "-"])
+        ]
+        return super().parse_args(ctx, whole)
 
 
 def up(
@@ -24,12 +44,18 @@ def up(
         str, typer.Option(help="Target: a Hugging Face directory, a .gguf file, or `default`.")
     ] = "default",
     draft: Annotated[
-        str, typer.Option(help="Draft checkpoint: a directory, or `default`.")
+        str,
+        typer.Option(help="Draft checkpoint: a directory, or `default`, the method's own."),
     ] = "default",
     colocate: Annotated[
-        bool,
-        typer.Option("--colocate", help="The draft in the target's process, and no draft service."),
-    ] = False,
+        str,
+        typer.Option(
+            _COLOCATE,
+            metavar="[METHOD]",
+            help="The draft in the target's process, and no draft service: `dflash` (also where no "
+            "method is named), `dspark`.",
+        ),
+    ] = "",
     listen: Annotated[
         str, typer.Option(help="Where to serve, such as 127.0.0.1:7070. Unset: a UNIX socket.")
     ] = "",
@@ -52,17 +78,21 @@ def up(
     \b
       specwire up
       specwire up --colocate
+      specwire up --colocate dspark
       specwire up --listen 127.0.0.1:7070
       specwire up --model ./SmolLM2-360M --set target.kv-memory-mb=512
     """
     if exactness not in ("exact", "fast"):
         raise SpecwireError.field("--exactness", exactness, "exact, fast", Reason.SETTINGS_INVALID)
+    if colocate and colocate not in (known := colocatable()):
+        accepted = ", ".join(known) or "nothing: no installed package has one"
+        raise SpecwireError.field(_COLOCATE, colocate, accepted, Reason.SETTINGS_INVALID)
     options = LocalOptions(
         model=model,
         draft=draft,
         exactness=exactness,
         threads=threads,
-        colocate=COLOCATED_METHOD if colocate else "",
+        colocate=colocate,
         listen=listen,
         extra=parse_extra(settings or ()),
     )

@@ -103,7 +103,7 @@ async def test_bench_of_both_in_one_run(
         parse_modes("plain,dflash", "exact"),
         BenchOptions(max_tokens=24),
         colocate=True,
-        colocated_address=colocated.address,
+        colocated={COLOCATED_METHOD: colocated.address},
     )
     assert list(report["modes"]) == ["plain", "dflash", "dflash@colocated"]
     methods = report["environment"]["methods"]

@@ -13,7 +13,14 @@ import pytest
 from rich.console import Console
 
 from coordinator import bench_report
-from coordinator.bench_modes import Mode, pairs, parse_modes, placed, rotated
+from coordinator.bench_modes import (
+    Mode,
+    colocated_methods,
+    pairs,
+    parse_modes,
+    placed,
+    rotated,
+)
 from coordinator.bench_prompts import Prompt, load_prompts, parse_line
 from coordinator.bench_run import BenchOptions, Clients, run_modes
 from coordinator.bench_stats import (
@@ -257,6 +264,22 @@ def test_a_mode_alone_keeps_its_one_place() -> None:
     assert [mode.request for mode in modes] == ["dflash", "dflash@colocated"] and not pairs(modes)
     with pytest.raises(SpecwireError, match="one of: dflash"):
         placed(parse_modes("plain,ngram", "exact"), [BOTH], both=True)
+
+
+def test_each_drafter_that_is_wanted_inside_has_a_deployment() -> None:
+    known = ["dflash", "dspark"]
+
+    def methods(text: str, both: bool = False) -> list[str]:
+        return colocated_methods(parse_modes(text, "exact"), "dflash", known, both=both)
+
+    assert methods("plain,draft,dspark") == []
+    assert methods("dspark@colocated,draft@colocated,dflash@colocated@fast") == ["dspark", "dflash"]
+    assert methods("plain,draft,dspark,ngram", both=True) == known
+    assert methods("plain,dflash@separate,ngram", both=True) == []
+    first, dflash, dspark = FakeClient(), FakeClient(), FakeClient()
+    clients = Clients(first, {"dflash": dflash, "dspark": dspark})
+    modes = parse_modes("plain,dflash,dspark@colocated,dflash@colocated,eagle@colocated", "exact")
+    assert [clients.of(mode) for mode in modes] == [first, first, dspark, dflash, first]
 
 
 def test_rotation_gives_each_mode_each_place() -> None:

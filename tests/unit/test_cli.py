@@ -79,6 +79,7 @@ def test_a_bad_address_is_one_error_line(
     [
         (["up", "--exactness", "sloppy"], "--exactness"),
         (["up", "--set", "kv=3"], "--set"),
+        (["up", "--colocate", "ngram"], "--colocate is 'ngram'; accepted: dflash, dspark"),
         (["chat", "--mark", "bold"], "--mark"),
         (["generate", ""], "PROMPT"),
         (["bench", "--prompts", "none.jsonl"], "--prompts"),
@@ -186,7 +187,7 @@ def test_settings_of_services_pass_through() -> None:
     assert options.flags_of("coordinator") == []
 
 
-@pytest.mark.parametrize("colocate", ["", "dflash"])
+@pytest.mark.parametrize("colocate", ["", "dflash", "dspark"])
 def test_each_topology_starts_what_it_needs(colocate: str) -> None:
     options = LocalOptions(draft="d", colocate=colocate)
     deployment = LocalDeployment(options)
@@ -198,7 +199,7 @@ def test_each_topology_starts_what_it_needs(colocate: str) -> None:
     assert started == ["target_svc", *draft, "coordinator"]
     _, target = deployment._command("target_svc")
     _, coordinator = deployment._command("coordinator")
-    inside = "--colocate dflash --draft-checkpoint d"
+    inside = f"--colocate {colocate} --draft-checkpoint d"
     assert (inside in " ".join(target)) == bool(colocate)
     for flags, name in ((target, "--push-allow"), (coordinator, "--draft")):
         assert (f"{name} {deployment.draft_address}" in " ".join(flags)) != bool(colocate)
@@ -213,10 +214,19 @@ def test_up_has_one_place_for_the_draft(monkeypatch: pytest.MonkeyPatch) -> None
         raise SpecwireError(Reason.ENGINE_DOWN, "enough")
 
     monkeypatch.setattr(up, "LocalDeployment", deployment)
-    for colocate in (False, True):
-        with pytest.raises(SpecwireError, match="enough"):
-            up.up(colocate=colocate)
-    assert [options.colocate for options in found] == ["", "dflash"]
+    for flags in (
+        [],
+        ["--colocate"],
+        ["--colocate", "--threads", "1"],
+        ["--colocate", "dspark", "--draft", "d"],
+        ["--threads", "2", "--colocate=dspark"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["specwire", "up", *flags])
+        with pytest.raises(SystemExit):
+            main()
+    assert [options.colocate for options in found] == ["", "dflash", "dflash", "dspark", "dspark"]
+    assert [options.draft for options in found] == ["default"] * 3 + ["d", "default"]
+    assert [options.threads for options in found] == [0, 0, 1, 0, 2]
 
 
 def test_children_wait_passively() -> None:
