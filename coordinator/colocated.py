@@ -1,6 +1,9 @@
-"""Rounds with a drafter in the target's own process: one exchange a round.
+"""Rounds with a drafter in the target's own process: one exchange a round, or none.
 
     verify(proposal, then_propose=k) -> verdict and the next proposal
+
+A run ahead repeats this at the target: it verifies its own drafter's proposal at once, and verdicts
+come unasked, each with the next proposal.
 
 How many tokens the next proposal has is decided before the verdict over this one is known, so the
 policy sees each round one round late: what it learns from a verdict changes the proposal after the
@@ -30,6 +33,9 @@ class Colocated(Drafting):
         # Tokens asked for with the verdict that comes next, and when (`time.perf_counter`).
         self._asked, self._asked_s = 0, 0.0
         self._proposal: list[int] = []
+        # Whether the latest proposal said how sure it is; verdicts of a run ahead that bring one
+        # which the target verifies by itself.
+        self._said, self._ahead = False, 0
 
     @property
     def in_hand(self) -> list[int] | None:
@@ -43,19 +49,27 @@ class Colocated(Drafting):
         self._asked_s = time.perf_counter()
         return self._asked
 
+    def ahead(self) -> int:
+        self._ahead = self._plan.ahead(self._said)
+        return self._ahead
+
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
         self._proposal = []
         asked = self._asked if most is not None else 0
         found = verdict.HasField("proposal") and self._answers(verdict, asked)
         if most is None:
             return False
-        self._asked = 0
+        runs_ahead = self._ahead > 0
+        if runs_ahead:
+            self._ahead, self._asked_s = self._ahead - 1, time.perf_counter()
+        else:
+            self._asked = 0
         # Where the last step brought much, there may be room for less than was asked for, or none.
         room = min(asked, most)
         if room > 0:
             self._round_k, self._proposed, self._source = room, False, ""
             if found:
-                self._read(verdict.proposal, asked, room, len(ids))
+                self._read(verdict.proposal, asked, room, len(ids), runs_ahead)
             else:
                 self._failed("no_proposal")
         return False
@@ -74,7 +88,9 @@ class Colocated(Drafting):
         self._at.dropped(cause)
         return False
 
-    def _read(self, proposal: common_pb2.Proposal, asked: int, room: int, length: int) -> None:
+    def _read(
+        self, proposal: common_pb2.Proposal, asked: int, room: int, length: int, whole: bool
+    ) -> None:
         assert self._at.choice is not None
         if proposal.reason == _FAILED and not proposal.ids:
             self._failed(_FAILED)
@@ -83,7 +99,8 @@ class Colocated(Drafting):
         standing.breaker.success()
         standing.note_proposal(worked_s)
         standing.costs.note(asked, self._at.target.busy, length, worked_s)
-        self._proposal, _ = self._take(proposal, asked, length, room)
+        self._said = bool(proposal.confidences)
+        self._proposal, _ = self._take(proposal, asked, length, room, whole)
 
     def _failed(self, cause: str) -> None:
         """Where it fails again and again its sessions go on plain, and one asks now and then."""

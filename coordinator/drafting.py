@@ -54,6 +54,11 @@ class Drafting(ABC):
         """Tokens, at most `most`, that the target is to bring with the verdict of `step`, for the
         step after it; a session may have `length` tokens by then."""
 
+    def ahead(self) -> int:
+        """Rounds that the target may go on for by itself after the step that is about to be sent,
+        each with the drafter's tokens."""
+        return 0
+
     def judged(self, accepted: int) -> None:
         """The verdict over this round's proposal."""
         if self._round_k:
@@ -63,15 +68,18 @@ class Drafting(ABC):
         self._round_k, self._source = 0, ""
 
     def _take(
-        self, proposal: common_pb2.Proposal, k: int, length: int, room: int
+        self, proposal: common_pb2.Proposal, k: int, length: int, room: int, whole: bool = False
     ) -> tuple[list[int], str]:
         """Tokens worth verifying, at most `room`, of a proposal that answers this round's question
-        for `k`; and why there are none."""
-        ids = self._usable(proposal.ids, k)[:room]
+        for `k`; and why there are none. `whole`: they are verified already, all of them."""
+        ids = self._usable(proposal.ids, k)
+        ids = ids if whole else ids[:room]
         cause = "" if ids else proposal.reason or "no_proposal"
         if cause:
             self._record.fell_back(cause)
         self._proposed, self._source = cause in _JUDGED, proposal.source
+        if whole:
+            return ids, cause
         return self._plan.cut(ids, proposal.confidences[: len(ids)], length), cause
 
     def _usable(self, proposed: Sequence[int], k: int) -> list[int]:

@@ -54,6 +54,15 @@ class KPolicy:
         """Steps from this one on that will be plain."""
         return max(0, self._plain_until - step) if self._off else 0
 
+    def stands(self, most: int) -> int:
+        """How many more rounds, at most `most`, go on with the K chosen last: not behind one that
+        tries a K, nor up to the next that does. They count as chosen."""
+        if not self._rate:
+            return 0
+        more = min(most, _EXPLORE - 1 - (self._round - _FIRST) % _EXPLORE)
+        self._round += more
+        return more
+
     def note(self, asked: int, accepted: int, *, proposed: bool = True) -> None:
         """How a round went. One without a proposal says nothing of the drafter's quality."""
         if self._withheld:

@@ -2,8 +2,9 @@
 
     advance -> (text goes out) -> proposal -> verify -> verdict -> advance ...
 
-With a drafter in the target's process the verdict brings the next proposal, and the next verify
-goes out before the text. Without a drafter K is 0, and the target runs ahead by `free_run` steps.
+With a drafter in the target's process the verdict brings the next proposal. The next verify goes
+out before the text, or the target goes on with the proposal by itself, for `draft_ahead` rounds.
+Without a drafter K is 0, and the target runs ahead by `free_run` steps.
 The draft decides nothing: late, lost or wrong, it costs speed only. A target that is lost is opened
 once more with the committed ids; noise is keyed by position, so the text goes on as it would have.
 """
@@ -118,7 +119,7 @@ class Session:
                 if self._steps.step > verdict.step_id:
                     continue  # it is on its way
                 if self._steps.unasked:
-                    self._steps.follow()
+                    self._steps.follow(len(self._drafting.in_hand or ()))
                 else:
                     await self._next()
         finally:
@@ -200,7 +201,8 @@ class Session:
         unasked = self._steps.unasked
         if unasked:
             self._plan.ran_ahead()
-        most = None if unasked else self._most(len(self._ids))
+        runs_plain = unasked and not self._steps.drafts_ahead
+        most = None if runs_plain else self._most(len(self._ids))
         asked = self._drafting.advance(verdict, self._ids, most)
         draft = self._drafting.in_hand
         if unasked or draft is None:
@@ -231,13 +233,15 @@ class Session:
 
     def _send(self, draft: list[int]) -> None:
         """The next step. Where nothing is drafted the target may run ahead; each of its steps
-        brings a token at least, and the last one the proposal of a drafter beside it."""
+        brings a token at least, and the last one the proposal of a drafter beside it. With such a
+        drafter's tokens it may run ahead too."""
         free_run = 0 if draft else self._plan.free_run()
         step = self._steps.step + 1 + free_run
         shortest = len(self._ids) + 1 + free_run
         most = self._most(shortest)
         then_propose = self._drafting.then_propose(step, shortest + len(draft), most)
-        self._steps.verify(len(self._ids), draft, free_run, then_propose)
+        ahead = self._drafting.ahead() if draft and then_propose else 0
+        self._steps.verify(len(self._ids), draft, free_run or ahead, then_propose, ahead > 0)
 
     async def _verdict(self) -> target_pb2.Verdict:
         """The verdict of the awaited step; anything else is dropped and counted."""

@@ -51,6 +51,13 @@ class CoordinatorSettings(ServiceSettings):
     free_run: int = Field(
         32, ge=0, le=1024, description="plain steps the target may run ahead of being asked"
     )
+    draft_ahead: int = Field(
+        8,
+        ge=0,
+        le=1024,
+        description="rounds a target may go on by itself with the drafter in its process, before it "
+        "is told how; 0: each round is asked for",
+    )
     proposal_wait_share: float = Field(
         1.5,
         gt=0,

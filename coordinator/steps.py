@@ -20,8 +20,9 @@ class Steps:
         self._mail = Mailbox()
         self._target: TargetWorker | None = None
         self._key = common_pb2.SessionKey()
-        # The step awaited, and verdicts that still come unasked after it.
-        self.step, self.unasked = 0, 0
+        # The step awaited, verdicts that still come unasked after it, and whether their steps
+        # verify what the drafter beside the target proposes.
+        self.step, self.unasked, self.drafts_ahead = 0, 0, False
         # Draft tokens sent with the awaited step, and when it was asked; 0: unasked.
         self._sent, self._sent_ns = 0, 0
         # When the latest verdict arrived.
@@ -34,12 +35,21 @@ class Steps:
         self._target, self._key = target, key
         self._mail = target.link.open_mailbox(key)
         self.step, self.unasked, self._sent = 0, request.free_run, 0
+        self.drafts_ahead = False
         self._send(target_pb2.TargetItem(open=request))
 
-    def verify(self, base_len: int, draft: list[int], free_run: int, then_propose: int) -> None:
-        """The next step, with draft tokens, or after which the target may run ahead. Its last
-        verdict brings `then_propose` tokens of a co-located drafter."""
+    def verify(
+        self,
+        base_len: int,
+        draft: list[int],
+        free_run: int,
+        then_propose: int,
+        drafts_ahead: bool = False,
+    ) -> None:
+        """The next step, after which the target may run ahead. Its last verdict, or with
+        `drafts_ahead` each, brings `then_propose` tokens of a co-located drafter."""
         self.step, self.unasked, self._sent = self.step + 1, free_run, len(draft)
+        self.drafts_ahead = drafts_ahead
         # Filled in place: four times as fast as building two messages with keywords.
         item = target_pb2.TargetItem()
         verify = item.verify
@@ -47,14 +57,14 @@ class Steps:
         verify.step_id, verify.base_len = self.step, base_len
         verify.draft_ids.extend(draft)
         verify.free_run, verify.then_propose = free_run, then_propose
-        verify.deadline_ms = remaining_ms(self._deadline)
+        verify.deadline_ms, verify.drafts_ahead = remaining_ms(self._deadline), drafts_ahead
         self._send(item)
 
-    def follow(self) -> None:
-        """The next verdict of a free run comes by itself."""
+    def follow(self, drafted: int = 0) -> None:
+        """The next verdict of a free run comes by itself, over `drafted` tokens."""
         self.unasked -= 1
         self.step += 1
-        self._sent, self._sent_ns = 0, 0
+        self._sent, self._sent_ns = drafted, 0
 
     def close(self) -> None:
         """Tells the target that this generation is over. Safe to repeat."""

@@ -151,6 +151,7 @@ class Intake:
             deadline=self._deadline(request.deadline_ms),
             received=time.perf_counter(),
             then_propose=request.then_propose,
+            drafts_ahead=request.drafts_ahead,
         )
         self._scheduler.submit(session, step)
 

@@ -11,6 +11,7 @@ from specwire.v1 import common_pb2, target_pb2
 from target_svc import results
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
+from target_svc.outcome import usable_draft
 from target_svc.residency import Residency
 from target_svc.sessions import Session, SessionTable, Step
 from target_svc.shapes import Shapes
@@ -28,12 +29,14 @@ class Progress:
         sharing: Sharing,
         sessions: SessionTable,
         metrics: Metrics,
+        vocab_size: int,
     ) -> None:
         self.ready: dict[int, Session] = {}
         self.idle = asyncio.Event()
         self.idle.set()
         self._shapes, self._residency, self._sharing = shapes, residency, sharing
         self._sessions, self._metrics = sessions, metrics
+        self._vocab_size = vocab_size
 
     def add(self, session: Session) -> None:
         """Takes a new session with its step 0."""
@@ -125,7 +128,18 @@ class Progress:
         if session.next is not None:
             self._begin_next(session)
         elif step.free_run and not session.finished:
-            self._start(session, results.free_step(session, step))
+            draft = self._ahead(step, proposal)
+            self._start(session, results.free_step(session, step, draft))
+
+    def _ahead(self, step: Step, proposal: common_pb2.Proposal | None) -> list[int]:
+        """What the next step of a free run verifies. A drafter in this process is believed no more
+        than one on a link."""
+        if proposal is None or not step.drafts_ahead:
+            return []
+        draft, cause = usable_draft(proposal.ids, self._vocab_size, step.then_propose)
+        if cause:
+            self._metrics.dropped(cause, len(proposal.ids) - len(draft))
+        return draft
 
     def _start(self, session: Session, step: Step) -> None:
         session.step = step

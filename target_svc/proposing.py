@@ -34,9 +34,11 @@ class Wish:
 
 def wish_of(session: Session) -> Wish | None:
     """Of a session whose step draws in the batch that is built; the last step of a free run
-    proposes."""
+    proposes, or each of its steps."""
     step = session.step
-    if step is None or not step.then_propose or step.free_run or session.table is None:
+    if step is None or not step.then_propose or session.table is None:
+        return None
+    if step.free_run and not step.drafts_ahead:
         return None
     return Wish(session.table, session.spec, step.then_propose, session.remaining)
 

@@ -84,17 +84,18 @@ def end_step(session: Session, step_id: int, item: Item, rows: Rows | None) -> N
     _send_rows(session, step_id, item.start, rows, end=len(session.ids) - 1)
 
 
-def free_step(session: Session, after: Step) -> Step:
-    """The next step of a free run: one token, unasked."""
+def free_step(session: Session, after: Step, draft: list[int]) -> Step:
+    """The next step of a free run, unasked: one token, and those of `draft` that are right."""
     return Step(
         step_id=after.step_id + 1,
         base_len=len(session.ids),
-        draft=[],
+        draft=draft,
         free_run=after.free_run - 1,
         deadline=after.deadline,
         received=time.perf_counter(),
         asked=False,
         then_propose=after.then_propose,
+        drafts_ahead=after.drafts_ahead,
     )
 
 

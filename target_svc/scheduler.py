@@ -55,7 +55,9 @@ class Scheduler:
         shapes = Shapes(engine)
         sharing = Sharing(engine, self.sessions, shapes, metrics)
         self._residency = Residency(engine, settings, self.sessions, sharing, metrics)
-        self._progress = Progress(shapes, self._residency, sharing, self.sessions, metrics)
+        self._progress = Progress(
+            shapes, self._residency, sharing, self.sessions, metrics, engine.info.vocab_size
+        )
         self._batches = BatchBuilder(
             engine,
             settings.prefill_chunk_tokens,
@@ -170,27 +172,24 @@ class Scheduler:
     ) -> None:
         items = [item for _, item in batch]
         wishes = [wish_of(session) if item.draws else None for session, item in batch]
-        before = time.perf_counter()
         try:
             work = loop.run_in_executor(
                 self._thread, _run, self._engine, self._drafter, items, wishes
             )
             self._report()  # while the engine works
-            answers, drafting = await work
+            answers, computed = await work
         except Exception as error:  # the engine raises for bugs only: the service outlives them
             self._engine_failed([session for session, _ in batch], error)
             return
         self._failures = 0
-        # The way to the thread and back is the step's; the drafter's time stands in its proposals.
-        elapsed = time.perf_counter() - before - drafting
-        self._metrics.step(len(items), elapsed)
         for (session, item), (result, rows, proposal) in zip(batch, answers, strict=True):
             session.running = False
             if session.closed or session.step is None:
                 continue
-            session.step.compute_s += elapsed
+            session.step.compute_s += computed
             session.step.width = result.width
             self._progress.end_item(session, item, result, rows, loop.time(), proposal)
+        self._metrics.step(len(items), computed)
 
     def _engine_failed(self, sessions: list[Session], error: Exception) -> None:
         """The sessions of a failed step end: what their pages hold is unknown."""
@@ -215,12 +214,12 @@ def _run(
     engine: Engine, drafter: Drafter | None, items: list[Item], wishes: list[Wish | None]
 ) -> tuple[list[Answer], float]:
     """On the engine's thread: the step, then the proposals that were asked for with it. Returns
-    the seconds of the latter too."""
+    the seconds of the step too; those of the drafter stand in its proposals."""
+    before = time.perf_counter()
     results = engine.step(items)
+    computed = time.perf_counter() - before
     proposals: list[common_pb2.Proposal | None] = [None] * len(items)
-    began = time.perf_counter()
     if drafter is not None and any(wish is not None for wish in wishes):
         proposals = propose(drafter, wishes, results)
-    drafting = time.perf_counter() - began
     rows = [rows_of(result) for result in results]
-    return list(zip(results, rows, proposals, strict=True)), drafting
+    return list(zip(results, rows, proposals, strict=True)), computed

@@ -87,8 +87,9 @@ class Step:
     compute_s: float = 0.0
     width: int = 0
     # Tokens that the co-located drafter proposes behind this step's verdict, or the last one's of
-    # its free run.
+    # its free run; `drafts_ahead`: behind each, and the next step verifies them.
     then_propose: int = 0
+    drafts_ahead: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -50,7 +50,7 @@ class Held:
             if self.moment == "mid prefill":
                 await toy.entered.wait()
             elif self.moment == "mid verify":
-                await until(lambda: len(toy.verifies) >= 4)
+                await until(lambda: toy.begun >= 5)
                 toy.gate.clear()
                 toy.entered.clear()
                 await toy.entered.wait()

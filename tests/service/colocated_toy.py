@@ -16,9 +16,10 @@ from specwire.errors import Reason, SpecwireError
 from specwire.rpc import decode_ids, new_incarnation, server_options
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_svc.info import info_response
+from target_svc.outcome import usable_draft
 from target_svc.settings import TargetSettings
 from tests.service.coordinator_harness import document
-from tests.service.toy_engine import ToyEngine, continuation, next_token
+from tests.service.toy_engine import VOCAB, ToyEngine, continuation, next_token
 
 # What the drafter says with a verdict: gets the verdict, the ids committed by then, and how many
 # tokens are asked for.
@@ -74,6 +75,8 @@ class ColocatedToy(target_pb2_grpc.TargetServiceServicer):
         self.sessions: dict[tuple[int, int], _Session] = {}
         self.opens: list[target_pb2.OpenTarget] = []
         self.verifies: list[target_pb2.Verify] = []
+        # Steps that have begun, those that nobody asked for included.
+        self.begun = 0
         self.draft_links = 0
         self.server: grpc.aio.Server | None = None
         self.incarnation, self.address = 0, ""
@@ -178,7 +181,9 @@ class ColocatedToy(target_pb2_grpc.TargetServiceServicer):
         self._expect(session.drafts or not item.then_propose, "no drafter was opened")
         self._expect(item.then_propose <= most, "more than the open allows")
         draft, then = list(item.draft_ids), item.then_propose
-        work = self._steps(session, item.step_id, draft, item.free_run, then, out)
+        ahead = item.drafts_ahead
+        self._expect(not ahead or bool(draft and then and item.free_run), "nothing to go on with")
+        work = self._steps(session, item.step_id, draft, item.free_run, then, out, ahead)
         session.running = asyncio.create_task(work)
 
     async def _steps(
@@ -189,19 +194,24 @@ class ColocatedToy(target_pb2_grpc.TargetServiceServicer):
         free_run: int,
         then_propose: int,
         out: Outbox,
+        ahead: bool = False,
     ) -> None:
         for step in range(step_id, step_id + 1 + free_run):
+            self.begun += 1
             self.entered.set()
             await self.gate.wait()
             await asyncio.sleep(self.step_s)
             verdict = self._run(session, step, draft)
             draft = []
             over = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
-            if step == step_id + free_run and then_propose and not over:
-                found = self.script(verdict, list(session.ids), then_propose)
+            if (ahead or step == step_id + free_run) and then_propose and not over:
+                most = session.open.max_new_tokens - session.emitted - 1
+                k = min(then_propose, most) if ahead else then_propose
+                found = self.script(verdict, list(session.ids), k)
                 if found is not None:
                     await asyncio.sleep(found.timings.compute_ns / 1e9)
                     verdict.proposal.CopyFrom(found)
+                    draft = usable_draft(found.ids, VOCAB, k)[0]
             out.put_nowait(target_pb2.TargetReply(verdict=verdict))
             if over:
                 return

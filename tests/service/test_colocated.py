@@ -12,6 +12,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from draft_svc.methods.base import Draft
 from draft_svc.methods.dflash import DFlashMethod
 from engine.api import Item, Sampling
 from engine.models.dflash import Block, DFlashOptions
@@ -252,6 +253,74 @@ async def test_a_free_run_proposes_at_its_end(pairs: Pairs) -> None:
         cold = open_target(prompt + found.tokens[:6], 30, key(9), colocated=colocated_draft())
         await peer.send(cold)
         assert (await peer.verdict()).proposal.ids == verdicts[-1].proposal.ids
+
+
+@METHODS
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_a_run_ahead_is_the_rounds_that_would_have_been_asked_for(
+    pairs: Pairs, method: str, temperature: float
+) -> None:
+    prompt, sampling = random_ids(12), common_pb2.Sampling(temperature=temperature, seed=5)
+    async with colocated_target(**pairs(method)) as running:
+        options = {"temperature": temperature, "no_prefix_cache": True}
+        asked = await generate(running.peer(), prompt, 40, K, **options)
+        peer, beside = running.peer(), target_pb2.ColocatedDraft(then_propose=K)
+        opening = {"sampling": sampling, "ignore_eos": True, "no_prefix_cache": True}
+        await peer.send(open_target(prompt, 40, colocated=beside, **opening))
+        last = await peer.verdict()
+        tokens, proposals, step = [*last.tokens], [tuple(last.proposal.ids)], 1
+        while not last.finish:
+            ids = list(last.proposal.ids)
+            await peer.send(
+                verify(step, last.new_len, ids, free_run=2, then_propose=K, drafts_ahead=True)
+            )
+            for number in range(step, step + 3):
+                last = await peer.verdict()
+                assert (last.step_id, last.base_len) == (number, len(prompt) + len(tokens))
+                tokens += last.tokens
+                if last.finish:
+                    break
+                assert last.proposal.base_len == last.new_len
+                proposals.append(tuple(last.proposal.ids))
+            step += 3
+        assert (tokens, proposals) == (asked.tokens, asked.proposals)
+        # One that is asked for something else gives way, as every free run does.
+        await peer.send(open_target(prompt, 40, key(2), colocated=beside, **opening))
+        last = await peer.verdict()
+        ids = list(last.proposal.ids)
+        ahead = {"free_run": 30, "then_propose": K, "drafts_ahead": True}
+        await peer.send(verify(1, last.new_len, ids, key(2), **ahead))
+        await peer.verdict()
+        await peer.send(verify(99, len(prompt) + 1, ids, key(2), then_propose=K))
+        while (last := await peer.verdict()).step_id != 99:
+            pass
+        assert list(last.tokens) == asked.tokens[1 : 1 + len(last.tokens)]
+
+
+async def test_what_a_drafter_says_wrong_is_not_run_ahead_of_either(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids out of range and too many of them: dropped and counted, as on a link."""
+    prompt = random_ids(12)
+    async with colocated_target(**pairs("dflash")) as running:
+        plain = await generate(running.peer(), prompt, 30, 0)
+
+        def bad(self: DFlashMethod, wanted: list[Any]) -> list[Draft]:
+            return [Draft((5, 10**6, 7) if own.block.start % 2 else (5,) * 40) for own in wanted]
+
+        monkeypatch.setattr(DFlashMethod, "draft", bad)
+        peer = running.peer()
+        await peer.send(open_target(prompt, 30, colocated=colocated_draft(), ignore_eos=True))
+        last = await peer.verdict()
+        tokens = [*last.tokens]
+        ahead = {"free_run": 30, "then_propose": K, "drafts_ahead": True}
+        await peer.send(verify(1, last.new_len, [5], **ahead))
+        while not last.finish:
+            last = await peer.verdict()
+            tokens += last.tokens
+        assert tokens == plain.tokens
+        for cause in ("draft_id_range", "draft_too_long"):
+            assert running.app.metrics.value("dropped", cause=cause) > 0
 
 
 async def test_no_proposal_for_what_has_ended(pairs: Pairs) -> None:

@@ -11,7 +11,7 @@ import pytest
 from coordinator.info_view import worker_table
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, target_pb2
-from tests.service.colocated_toy import ColocatedToy, proposal
+from tests.service.colocated_toy import ColocatedToy, perfect, proposal
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, row_drafter
 from tests.service.fleet_harness import fleet_world, until
 from tests.service.toy_engine import VOCAB, continuation
@@ -33,7 +33,7 @@ async def test_a_round_is_one_exchange() -> None:
     """K=3, all accepted: 40 tokens are the prompt's step and 10 rounds of 4, and nobody else is
     asked. The verdict before brings what each round verifies."""
     toy = ColocatedToy()
-    async with fleet_world(infos=[toy], num_speculative_tokens=3) as made:
+    async with fleet_world(infos=[toy], num_speculative_tokens=3, draft_ahead=0) as made:
         result = await made.generate(max_tokens=41)
         assert list(result.token_ids) == continuation(PROMPT, 41)
         record = result.acceptance
@@ -47,6 +47,43 @@ async def test_a_round_is_one_exchange() -> None:
         # What the last steps can use is known before: nothing is asked for in vain.
         assert [v.then_propose for v in toy.verifies] == [3] * 9 + [2]
         await until(lambda: not toy.sessions)
+
+
+async def test_a_target_that_goes_on_by_itself_is_asked_once_in_a_while() -> None:
+    """The same rounds, each verdict with the next proposal; every one is accounted for."""
+    toy = ColocatedToy(rough)
+    records = []
+    for ahead in (0, 3):
+        settings = {"num_speculative_tokens": 3, "draft_ahead": ahead}
+        async with fleet_world(infos=[toy], **settings) as made:
+            result = await made.generate(max_tokens=60)
+            assert list(result.token_ids) == continuation(PROMPT, 60)
+            records.append(result.acceptance)
+            assert not made.host.fleet.targets[0].link.dropped
+    asked, ahead_of_it = records
+    assert ahead_of_it.per_step_drafted == asked.per_step_drafted
+    assert ahead_of_it.per_step_accepted == asked.per_step_accepted
+    assert ahead_of_it.accepted_by_source == asked.accepted_by_source and not asked.fallbacks
+    rounds = asked.rounds
+    one, two = toy.verifies[:rounds], toy.verifies[rounds:]
+    assert not any(v.free_run or v.drafts_ahead for v in one)
+    assert len(two) == -(-rounds // 4)
+    assert all(v.free_run == 3 and v.drafts_ahead for v in two if v.then_propose)
+
+
+async def test_a_run_ahead_that_brings_no_proposals_is_plain() -> None:
+    """A target that does not know of it, or a drafter that has nothing."""
+
+    def script(verdict: Verdict, ids: list[int], k: int) -> Proposal | None:
+        return perfect(verdict, ids, k) if verdict.step_id % 4 == 0 else None
+
+    toy = ColocatedToy(script)
+    settings = {"num_speculative_tokens": 3, "draft_ahead": 3, "breaker_lates": 50}
+    async with fleet_world(infos=[toy], **settings) as made:
+        result = await made.generate(max_tokens=61)
+        assert list(result.token_ids) == continuation(PROMPT, 61)
+        record = result.acceptance
+        assert set(record.per_step_drafted) == {0, 3} and record.fallbacks["no_proposal"] > 20
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 5, 7])
@@ -112,9 +149,10 @@ async def test_the_policy_switches_a_useless_drafter_off_and_tries_again() -> No
         assert list(result.token_ids) == continuation(PROMPT, 400)
         record = result.acceptance
         assert record.fallbacks["does_not_pay"] > 200, record.fallbacks
-        asked = [v for v in toy.verifies if v.draft_ids]
+        asked = [tokens for tokens in record.per_step_drafted if tokens]
         assert 8 <= len(asked) < 80
-        assert any(v.free_run and v.then_propose for v in toy.verifies), "probed after a free run"
+        probed = [v for v in toy.verifies if v.free_run and v.then_propose and not v.drafts_ahead]
+        assert probed, "after a free run"
         # A round is counted once: as one with draft tokens, or by the reason why not.
         assert sum(record.fallbacks.values()) == record.rounds - len(asked)
 
