@@ -7,7 +7,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from specwire.rpc import new_incarnation
 from specwire.serve import GrpcHost
 from specwire.v1 import common_pb2, target_pb2_grpc
 from target_svc.decode import Limits
+from target_svc.engine_thread import EngineThread
 from target_svc.features import FeatureExporter
 from target_svc.info import info_response
 from target_svc.intake import Intake
@@ -57,7 +57,7 @@ class TargetApp:
         self.incarnation = new_incarnation()
         self.engine_down = asyncio.Event()
         # The engine is loaded on the thread that will run it: threads of its kernels belong to it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._thread = EngineThread()
         self._servicer = TargetServicer(self.incarnation, self.metrics)
         self._host = GrpcHost(
             address=settings.address,
@@ -82,8 +82,7 @@ class TargetApp:
         await self._host.start()
         log.info("loading %s", self.settings.model)
         before = time.monotonic()
-        loop = asyncio.get_running_loop()
-        loaded = await loop.run_in_executor(self._thread, self._load, self.settings)
+        loaded = await self._thread.call(self._load, self.settings)
         self._assemble(loaded)
         await self._host.set_serving(True)
         log.info("ready in %.1f s on %s", time.monotonic() - before, self.address)
@@ -128,4 +127,4 @@ class TargetApp:
             self._loop_task.cancel()
             await asyncio.wait([self._loop_task])
         await self._exporter.close()
-        self._thread.shutdown()
+        self._thread.close()

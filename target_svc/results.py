@@ -7,9 +7,8 @@ import time
 from engine.api import Item, ItemResult, TokenLogprobs
 from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
-from target_svc.decode import key_to_wire
 from target_svc.outcome import trim
-from target_svc.sessions import Session, Step
+from target_svc.sessions import Key, Session, Step
 
 
 def end_chunk(session: Session, item: Item, rows: Rows | None) -> None:
@@ -41,29 +40,33 @@ def commit(
     rows_start = session.rows_start if opening else base - 1
     session.finished = bool(kept.finish)
     session.done_step = step.step_id
-    session.verdict = target_pb2.Verdict(
-        key=key_to_wire(session.key),
-        step_id=step.step_id,
-        base_len=base,
-        accepted=kept.accepted,
-        tokens=kept.tokens,
-        new_len=new_len,
-        finish=kept.finish,
-        timings=_timings(step),
-        margins=result.margins[: len(kept.tokens)] if session.spec.margins else (),
-        rows_start=rows_start if session.sink is not None else 0,
-        rows_count=new_len - 1 - rows_start if session.sink is not None else 0,
-        width=step.width,
-        logprobs=map(_scored, result.logprobs[: len(kept.tokens)]),
-        prompt_logprobs=map(_scored, session.prompt_scores) if opening else (),
-        cached_tokens=session.cached if opening else 0,
+    # Filled in place, and only with what there is: every round waits for it.
+    verdict = session.verdict = target_pb2.Verdict(
+        step_id=step.step_id, base_len=base, new_len=new_len, width=step.width
     )
+    _put_key(verdict.key, session.key)
+    verdict.tokens.extend(kept.tokens)
+    verdict.accepted, verdict.finish = kept.accepted, kept.finish
+    _put_timings(verdict.timings, step)
+    if session.sink is not None:
+        verdict.rows_start, verdict.rows_count = rows_start, new_len - 1 - rows_start
+    if session.spec.margins:
+        verdict.margins.extend(result.margins[: len(kept.tokens)])
+    if result.logprobs:
+        verdict.logprobs.extend(map(_scored, result.logprobs[: len(kept.tokens)]))
+    if opening:
+        verdict.prompt_logprobs.extend(map(_scored, session.prompt_scores))
+        verdict.cached_tokens = session.cached
     if proposal is not None:
-        proposal.key.CopyFrom(session.verdict.key)
+        _put_key(proposal.key, session.key)
         proposal.step_id, proposal.base_len = step.step_id, new_len
-        session.verdict.proposal.CopyFrom(proposal)
+        verdict.proposal.CopyFrom(proposal)
     session.prompt_scores.clear()
-    return session.verdict
+    return verdict
+
+
+def _put_key(at: common_pb2.SessionKey, key: Key) -> None:
+    at.coordinator, at.session_id, at.generation = key
 
 
 def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -112,9 +115,7 @@ def _send_rows(
         session.sink.push(step_id, start + skip, wanted)
 
 
-def _timings(step: Step) -> common_pb2.Timings:
+def _put_timings(at: common_pb2.Timings, step: Step) -> None:
     started = step.received if step.started is None else step.started
-    return common_pb2.Timings(
-        queue_ns=int(max(0.0, started - step.received) * 1e9),
-        compute_ns=int(step.compute_s * 1e9),
-    )
+    at.queue_ns = int(max(0.0, started - step.received) * 1e9)
+    at.compute_ns = int(step.compute_s * 1e9)

@@ -9,13 +9,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 
 from engine.api import Drafter, Engine, Item, ItemResult
 from specwire.errors import Reason, SpecwireError, internal_error
 from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.batch import BatchBuilder
+from target_svc.engine_thread import EngineThread
 from target_svc.metrics import Metrics
 from target_svc.progress import Progress
 from target_svc.proposing import Wish, propose, wish_of
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # After so many failed steps in a row the engine is given up.
 _FAILURES_ALLOWED = 3
+# Under load gauges are set so often: it takes the interpreter from the engine.
+_REPORT_S = 0.1
 # How often to look whether pages can be had, while those who need some wait.
 _RETRY_S = 0.1
 
@@ -40,7 +42,7 @@ class Scheduler:
     def __init__(
         self,
         engine: Engine,
-        thread: Executor,
+        thread: EngineThread,
         settings: TargetSettings,
         metrics: Metrics,
         on_engine_down: Callable[[], None],
@@ -51,7 +53,7 @@ class Scheduler:
         self._drafter = drafter
         self._on_engine_down = on_engine_down
         self._wake = asyncio.Event()
-        self._failures = 0
+        self._failures, self._reported = 0, 0.0
         shapes = Shapes(engine)
         sharing = Sharing(engine, self.sessions, shapes, metrics)
         self._residency = Residency(engine, settings, self.sessions, sharing, metrics)
@@ -128,12 +130,10 @@ class Scheduler:
             self._residency.admit(ready.values(), now)
             batch = self._batches.build(ready.values(), now)
             if not batch:
-                self._report()
+                self._report(now)
                 await self._sleep(loop)
                 continue
             await self._step(loop, batch)
-            # Lets the links write the verdicts before the next step takes the interpreter.
-            await asyncio.sleep(0)
 
     async def _sleep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Waits for an item, for the next lease or deadline to end, or to look for pages again."""
@@ -157,7 +157,11 @@ class Scheduler:
                 self._metrics.dropped("lease_expired")
                 self.remove(session)
 
-    def _report(self) -> None:
+    def _report(self, before: float) -> None:
+        """Sets the gauges, unless they were set behind `before`."""
+        if self._reported > before:
+            return
+        self._reported = asyncio.get_running_loop().time()
         load = self.load()
         self._metrics.state(
             pages_free=load.pages_free,
@@ -173,10 +177,8 @@ class Scheduler:
         items = [item for _, item in batch]
         wishes = [wish_of(session) if item.draws else None for session, item in batch]
         try:
-            work = loop.run_in_executor(
-                self._thread, _run, self._engine, self._drafter, items, wishes
-            )
-            self._report()  # while the engine works
+            work = self._thread.call(_run, self._engine, self._drafter, items, wishes)
+            self._report(loop.time() - _REPORT_S)  # while the engine works
             answers, computed = await work
         except Exception as error:  # the engine raises for bugs only: the service outlives them
             self._engine_failed([session for session, _ in batch], error)
