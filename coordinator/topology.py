@@ -5,7 +5,7 @@ behind `specwire plan`. Times in ms. The equations stand in docs/topologies.md. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
@@ -13,6 +13,8 @@ from coordinator.costs import Cost, line
 
 PLAIN, SEPARATE, COLOCATED = "plain", "separate", "co-located"
 _BITS_PER_MS = 1e6  # of one Gbit/s
+# Share of an exchange's work that a target has between two steps even if it asks nobody.
+TURN_SHARE = 0.4
 
 
 class StepTimes:
@@ -44,13 +46,26 @@ class StepTimes:
 @dataclass(frozen=True, slots=True)
 class Link:
     """`rtt_ms`: between the draft's host and the others; `target_rtt_ms`: between coordinator and
-    target; `exchange_ms`: what an exchange takes beside the wire, both ends together.
+    target; `exchange_ms`: what an exchange takes beside the wire, both ends together; `ahead`:
+    rounds that a target with its drafter inside goes on for by itself.
     """
 
     rtt_ms: float = 0.0
     bandwidth_gbit: float = 10.0
     exchange_ms: float = 0.5
     target_rtt_ms: float = 0.0
+    ahead: int = 8
+
+    @property
+    def turn_ms(self) -> float:
+        """Between two steps of a target that goes on by itself."""
+        return TURN_SHARE * self.exchange_ms
+
+    @property
+    def colocated_ms(self) -> float:
+        """The exchanges of one co-located round, on average: one in `ahead` + 1 is waited for."""
+        asked = self.exchange_ms + self.target_rtt_ms
+        return self.turn_ms + (asked - self.turn_ms) / (1 + self.ahead)
 
     def transfer_ms(self, bytes_: float) -> float:
         return bytes_ * 8 / (self.bandwidth_gbit * _BITS_PER_MS)
@@ -94,18 +109,18 @@ def tau(chances: Sequence[float], k: int) -> float:
     return 1.0 + float(sum(accumulate(padded, mul)))
 
 
-def plain(work: Work) -> Round:
+def plain(work: Work, link: Link) -> Round:
     """Decoding without a draft; the target runs ahead, so no exchange is waited for."""
-    step = work.verify.ms(0, work.batch)
-    return _round(PLAIN, work, 0, 1.0, 1, (step, 0.0, 0.0, 0.0), step)
+    step, turn = work.verify.ms(0, work.batch), link.turn_ms
+    return _round(PLAIN, work, 0, 1.0, 1, (step, 0.0, turn, 0.0), step + turn)
 
 
 def colocated(work: Work, link: Link, k: int) -> Round:
-    """Verify and draft take turns on one device; one exchange brings verdict and proposal."""
+    """Verify and draft take turns on one device. An exchange brings verdict and proposal, and most
+    rounds need none."""
     verify, draft = work.verify.ms(k, work.batch), work.colocated_draft.ms(k, work.batch)
-    exchange = link.exchange_ms + link.target_rtt_ms
-    parts = (verify, draft, exchange, 0.0)
-    return _round(COLOCATED, work, k, work.taus[k], 1, parts, verify + draft + exchange)
+    parts = (verify, draft, link.colocated_ms, 0.0)
+    return _round(COLOCATED, work, k, work.taus[k], 1, parts, sum(parts))
 
 
 def separate(work: Work, link: Link, k: int, groups: int) -> Round:
@@ -125,7 +140,7 @@ def break_even_ms(work: Work, link: Link, rival: Round) -> float | None:
     """The round trip time to the draft at which separate is as fast as `rival`; above it, it is
     slower. None: it is slower at any.
     """
-    at_zero = Link(0.0, link.bandwidth_gbit, link.exchange_ms, link.target_rtt_ms)
+    at_zero = replace(link, rtt_ms=0.0)
     found = []
     for k, groups in _choices(work):
         allowed = 1e3 * work.batch * work.taus[k] / rival.tokens_per_s

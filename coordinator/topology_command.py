@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from coordinator import topology_check as check
 from coordinator import topology_view as view
 from coordinator.bench_report import console
 from coordinator.footprint import DTYPE_BYTES, Footprint, Room, read_footprint, rooms
@@ -41,6 +45,10 @@ def plan(
     target_rtt_ms: Annotated[
         float, typer.Option(help="Round trip between coordinator and target.")
     ] = 0.0,
+    draft_ahead: Annotated[
+        int,
+        typer.Option(min=0, help="Rounds that a target with its draft inside goes on by itself."),
+    ] = 8,
     batch: Annotated[int, typer.Option(min=1, help="Sessions that decode at once.")] = 1,
     context_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a session, where --from knows several lengths.")
@@ -67,6 +75,12 @@ def plan(
         float | None, typer.Option(min=0, help="Of the draft's own; unset: as --memory-gb.")
     ] = None,
     kv_dtype: Annotated[str, typer.Option(help="auto, or one of both caches.")] = "auto",
+    from_bench: Annotated[
+        Path | None,
+        typer.Option(
+            help="Report of `specwire bench --json`: predictions beside what it measured."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Compute whether a draft should share the target's device and KV or be a service of its own.
@@ -78,9 +92,13 @@ def plan(
 
     \b
       specwire plan --from 10.0.0.1:7001 --from 10.0.0.2:7002 --acceptance 0.66,0.58,0.52
+      specwire plan --from-bench out.json
       specwire plan --k 7 --tau 2.7 --verify-ms 20 --plain-ms 17 --draft-ms 5 --rtt-ms 2
       specwire plan --target ./8B --draft ./8B-DFlash --from gpu:7001 --memory-gb 80 --k 7 --tau 4
     """
+    if from_bench is not None:
+        _show_check(check.predict(check.read_report(from_bench), draft_ahead), as_json)
+        return
     _check(kv_dtype, rtt_ms, bandwidth_gbit, exchange_ms, target_rtt_ms)
     sizes = _sizes(target, draft, kv_dtype)
     told = ask(workers or (), method)
@@ -97,7 +115,8 @@ def plan(
         draft_ms=draft_ms,
         colocated_draft_ms=colocated_draft_ms,
     )
-    link = Link(_rtt(rtt_ms, told, exchange_ms), bandwidth_gbit, exchange_ms, target_rtt_ms)
+    rtt = _rtt(rtt_ms, told, exchange_ms)
+    link = Link(rtt, bandwidth_gbit, exchange_ms, target_rtt_ms, draft_ahead)
     report = compare(load, link, _rooms(sizes, memory_gb, draft_memory_gb))
     _show(report, load, link, told, as_json)
 
@@ -107,6 +126,13 @@ def _show(report: Report, load: Work, link: Link, told: Workers, as_json: bool) 
         print(json.dumps(report.to_json(load, link)))
         return
     view.show(console(), report, load, link, told.names)
+
+
+def _show_check(predicted: Sequence[check.Predicted], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([{**asdict(one), "error": one.error} for one in predicted]))
+        return
+    view.show_check(console(), predicted)
 
 
 def _check(kv_dtype: str, rtt_ms: float | None, bandwidth: float, *not_negative: float) -> None:

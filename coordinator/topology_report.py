@@ -55,7 +55,11 @@ class Report:
 
 
 def compare(work: Work, link: Link, rooms: list[Room]) -> Report:
-    alone, beside, without = best_separate(work, link), best_colocated(work, link), plain(work)
+    alone, beside, without = (
+        best_separate(work, link),
+        best_colocated(work, link),
+        plain(work, link),
+    )
     return Report(
         plain=without,
         separate=alone,

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from coordinator.footprint import Room
 from coordinator.topology import Link, Round, Work
+from coordinator.topology_check import Predicted
 from coordinator.topology_report import Report
 
 
@@ -20,6 +21,31 @@ def show(out: Console, report: Report, work: Work, link: Link, names: Sequence[s
         out.print(text, markup=False, highlight=False, soft_wrap=True)
     if report.rooms:
         out.print(_memory(report.rooms))
+
+
+def show_check(out: Console, predicted: Sequence[Predicted]) -> None:
+    table = Table(title="the cost model beside a bench run", title_justify="left")
+    table.add_column("mode")
+    table.add_column("with times of")
+    for header in ("K", "tau", "round ms", "model", "tok/s", "model", "off"):
+        table.add_column(header, justify="right")
+    for one in predicted:
+        found = one.measured
+        cells = (found.k, found.tau, 1e3 * found.tau / found.tokens_per_s, one.round_ms)
+        table.add_row(
+            found.label,
+            one.source,
+            *(f"{cell:.2f}" for cell in cells),
+            f"{found.tokens_per_s:.1f}",
+            f"{one.tokens_per_s:.1f}",
+            f"{100 * one.error:+.0f} %",
+        )
+    out.print(table)
+    if not predicted:
+        text = (
+            "no drafter was measured in both places: specwire bench --modes dflash,dflash@colocated"
+        )
+        out.print(text, markup=False, highlight=False)
 
 
 def _rounds(report: Report, work: Work, link: Link) -> Table:

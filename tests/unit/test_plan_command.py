@@ -101,12 +101,60 @@ def test_times_given_by_hand(plan: Any) -> None:
     found = json.loads(out)
     assert code == 0 and found["better"] == "co-located"
     rounds = found["rounds"]
-    assert rounds["plain"]["cycle_ms"] == pytest.approx(10.0)
-    assert rounds["co-located"]["cycle_ms"] == pytest.approx(16.5)
+    assert rounds["plain"]["cycle_ms"] == pytest.approx(10.2)
+    assert rounds["co-located"]["cycle_ms"] == pytest.approx(16.0 + 0.2 + 0.3 / 9)
     assert rounds["separate"]["cycle_ms"] == pytest.approx(20.0)
     assert rounds["separate"]["tokens_per_s"] == pytest.approx(125.0)
     assert found["break_even_rtt_ms"]["co-located"] is None
-    assert found["break_even_rtt_ms"]["plain"] == pytest.approx(8.0)
+    assert found["break_even_rtt_ms"]["plain"] == pytest.approx(8.5)
+
+
+REPORT: dict[str, Any] = {
+    "environment": {
+        "methods": {
+            "plain": "plain",
+            "dflash": "dflash@separate",
+            "dflash@colocated": "dflash@colocated",
+            "ngram": "ngram",
+        }
+    },
+    "modes": {
+        # 100 rounds each; plain steps of 10 ms, and 1 ms for each draft token.
+        "plain": {"rounds": 100, "decoded_tokens": 100, "draft_tokens": 0, "outside_ms_mean": 0.4,
+                  "phase_ms": {"verify": 1000.0, "draft": 0.0}, "decode_tokens_per_s": 1e3 / 10.4},
+        "dflash": {"rounds": 100, "decoded_tokens": 200, "draft_tokens": 200,
+                   "outside_ms_mean": 2.0, "phase_ms": {"verify": 1200.0, "draft": 900.0},
+                   "decode_tokens_per_s": 2e5 / 1800},
+        "dflash@colocated": {"rounds": 100, "decoded_tokens": 250, "draft_tokens": 400,
+                             "outside_ms_mean": 0.5, "phase_ms": {"verify": 1400, "draft": 400},
+                             "decode_tokens_per_s": 2.5e5 / 1900},
+        "ngram": {"rounds": 0, "decoded_tokens": 0, "draft_tokens": 0, "outside_ms_mean": None,
+                  "phase_ms": {}, "decode_tokens_per_s": None},
+    },
+}  # fmt: skip
+
+
+def test_a_bench_run_is_predicted_from_its_other_half(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps(REPORT))
+    flags = ("--from-bench", f"{tmp_path}/bench.json")
+    code, out, _ = plan(*flags, "--json")
+    beside, inside = json.loads(out)
+    assert code == 0 and (beside["source"], inside["source"]) == ("dflash@colocated", "dflash")
+    # Separate: a round of 18 ms, 2 outside; 12 for the target, so 4 for the draft. Two more draft
+    # tokens cost the target 2 ms. An exchange is 1 ms: 0.4 each round, the rest in every ninth.
+    assert inside["round_ms"] == pytest.approx(12 + 2 + 4 + 0.4 + 0.6 / 9)
+    # Co-located: 19 ms, 0.5 outside, 4 for the draft and 14.5 for the target, 1.125 a token.
+    assert beside["round_ms"] == pytest.approx(14.5 - 2 * 1.125 + 4 + 2 * 0.5 / (0.4 + 0.6 / 9))
+    assert inside["error"] == pytest.approx(2.5e3 / inside["round_ms"] / (2.5e5 / 1900) - 1)
+    code, out, _ = plan(*flags)
+    assert code == 0 and "dflash@colocated" in out and "+3 %" in out
+    lonely = {**REPORT, "modes": {"plain": REPORT["modes"]["plain"]}}
+    (tmp_path / "bench.json").write_text(json.dumps(lonely))
+    assert "specwire bench --modes" in plan(*flags)[1]
+    for bad in ("[]", "{}", "none", '{"environment": {"methods": {}}, "modes": {"a": {}}}'):
+        (tmp_path / "bench.json").write_text(bad)
+        code, _, err = plan(*flags)
+        assert code == 2 and "--from-bench" in err and "specwire bench --json" in err
 
 
 def test_the_table_says_it_in_words(plan: Any, tmp_path: Path) -> None:

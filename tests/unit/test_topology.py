@@ -61,10 +61,14 @@ def test_times_between_what_was_measured() -> None:
 def test_one_session_by_hand() -> None:
     link = Link(rtt_ms=3.0, bandwidth_gbit=10.0, exchange_ms=0.5, target_rtt_ms=0.2)
     one = work(row_bytes=40_960)
-    assert plain(one).cycle_ms == 10.0 and plain(one).tokens_per_s == 100.0
-    beside = colocated(one, link, 4)
+    # Two fifths of an exchange's work lie between two steps of a target that runs ahead.
+    assert plain(one, link).cycle_ms == pytest.approx(10.2)
+    assert plain(one, link).tokens_per_s == pytest.approx(1000 / 10.2)
+    beside = colocated(one, replace(link, ahead=0), 4)
     assert beside.cycle_ms == pytest.approx(12.0 + 4.0 + 0.7)
     assert beside.tokens_per_s == pytest.approx(2500 / 16.7)
+    # With 4 rounds that are not asked for, the other three fifths and the wire come once in 5.
+    assert colocated(one, replace(link, ahead=4), 4).cycle_ms == pytest.approx(16.0 + 0.2 + 0.1)
     alone = separate(one, link, 4, 1)
     # Rows: 2.5 of 40,960 bytes on 10 Gbit/s are 0.0819 ms, and are there before the word to go on.
     assert alone.rows_ms == 0.0
@@ -81,10 +85,10 @@ def test_rows_are_waited_for_where_the_wire_is_slow() -> None:
 
 
 def test_break_even_by_hand() -> None:
-    link = Link(exchange_ms=0.5)
+    link = Link(exchange_ms=0.5, ahead=0)
     one = work()
-    # 2.5 tokens in 25 ms are as fast as plain: 12 + 4 + 1 of it are spent without the wire.
-    assert break_even_ms(one, link, plain(one)) == pytest.approx(8.0)
+    # 2.5 tokens in 2.5 x 10.2 ms are as fast as plain: 12 + 4 + 1 are spent without the wire.
+    assert break_even_ms(one, link, plain(one, link)) == pytest.approx(8.5)
     # The same device times: an exchange more is never made up for.
     assert break_even_ms(one, link, best_colocated(one, link)) is None
     slow = work(beside=steps((4, 1, 6.0)))
@@ -97,7 +101,7 @@ def test_two_halves_in_turn_hide_the_draft_and_the_wire() -> None:
     verify = steps((0, 8, 16.0), (0, 16, 32.0), (4, 8, 20.0), (4, 16, 40.0))
     draft = steps((4, 8, 10.0), (4, 16, 20.0))
     many = work(verify, draft, taus={4: 2.5}, batch=16)
-    link = Link(rtt_ms=5.0, exchange_ms=0.5)
+    link = Link(rtt_ms=5.0, exchange_ms=0.5, ahead=0)
     assert separate(many, link, 4, 1).cycle_ms == pytest.approx(66.0)
     alone = best_separate(many, link)
     # 20 + 10 + 6 would be over before the target has done both halves.
@@ -179,7 +183,7 @@ def test_no_device_works_more_than_all_the_time(load: Work, link: Link) -> None:
 
 @given(loads(), links)
 def test_the_break_even_is_where_both_are_as_fast(load: Work, link: Link) -> None:
-    for rival in (plain(load), best_colocated(load, link)):
+    for rival in (plain(load, link), best_colocated(load, link)):
         even = break_even_ms(load, link, rival)
         if even is None:
             at_zero = best_separate(load, replace(link, rtt_ms=0.0))
