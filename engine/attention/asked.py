@@ -127,7 +127,8 @@ def _request(
         engine = "native"
     shape = checkpoint.shape
     if engine == "native":
-        shape = replace(shape, dtype="float32")  # of activations, on the CPU
+        # Of activations: our kernels pass on what the weights are, those of the CPU fp32.
+        shape = replace(shape, dtype="float32" if device.capability is None else "bfloat16")
     return Request(
         shape=shape,
         role=role,

@@ -1,5 +1,6 @@
 """The co-located deployment on a Blackwell node, resolved here: what each of the two runs with the
-settings of the compose file. Simulated devices, `config.json` and nothing else."""
+settings of the compose file. Simulated devices, `config.json` and nothing else. The images run our
+own engine; the limits that vLLM declares are asked beside it."""
 
 from __future__ import annotations
 
@@ -62,10 +63,15 @@ def settings() -> tuple[str | None, str]:
     return backend, environment.get("SPECWIRE_TARGET_KV_DTYPE", "auto")
 
 
-@pytest.mark.parametrize("device", ["sm100", "sm120"])
+ENGINES = pytest.mark.parametrize("engine", ["native", "vllm"])
+DEVICES = pytest.mark.parametrize("device", ["sm100", "sm120"])
+
+
+@ENGINES
+@DEVICES
 @pytest.mark.parametrize("name", ["default", "8B"])
 def test_both_roles_resolve_and_neither_binds_the_other(
-    pairs: dict[str, tuple[Path, Path]], name: str, device: str
+    pairs: dict[str, tuple[Path, Path]], name: str, device: str, engine: str
 ) -> None:
     """AB-4, AB-9: the block of the draft is not causal, its pages are the target's; each role has a
     backend of its own, the pages have one size, and the target is as it would be alone."""
@@ -79,6 +85,7 @@ def test_both_roles_resolve_and_neither_binds_the_other(
         colocated=True,
         target_attention_backend=backend,
         target_kv_dtype=kv_dtype,
+        engine=engine,
     )
     (pair,) = answer(asked)
     assert pair.target is not None and pair.resolved, (pair.target.refusal, pair.outcome.refusal)
@@ -88,13 +95,42 @@ def test_both_roles_resolve_and_neither_binds_the_other(
     assert inside.geometry.page_tokens == target.geometry.page_tokens
     assert target.graphs.mode != "NONE" and inside.graphs.mode != "NONE"
     assert not any(mode.causal for mode in inside.request.shape.modes)
-    (alone,) = answer(Asked(device, model=str(model), draft_tokens=target.request.query_tokens - 1))
+    tokens = target.request.query_tokens - 1
+    (alone,) = answer(Asked(device, model=str(model), draft_tokens=tokens, engine=engine))
     assert alone.outcome.resolution == target
 
 
-@pytest.mark.parametrize("device", ["sm100", "sm120"])
+@DEVICES
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_our_own_engine_has_its_kernels_for_both(
+    pairs: dict[str, tuple[Path, Path]], device: str, kv_dtype: str
+) -> None:
+    """One backend of ours for both roles, blocks in graphs; the KV dtype is each role's own."""
+    model, draft = pairs["8B"]
+    asked = Asked(
+        device,
+        role="draft",
+        model=str(draft),
+        targets=(str(model),),
+        colocated=True,
+        target_kv_dtype=kv_dtype,
+        engine="native",
+    )
+    (pair,) = answer(asked)
+    assert pair.target is not None and pair.target.resolution is not None
+    assert pair.outcome.resolution is not None
+    for one in (pair.target.resolution, pair.outcome.resolution):
+        assert (one.chosen, one.graphs.decode) == ("TRITON_ATTN", "FULL")
+        assert one.request.shape.dtype == "bfloat16"
+    assert pair.outcome.resolution.geometry.dtype == "bfloat16"
+    stored = "fp8_e4m3" if kv_dtype == "fp8" else "bfloat16"
+    assert pair.target.resolution.geometry.dtype == stored
+
+
+@ENGINES
+@DEVICES
 def test_a_draft_backend_that_cannot_is_refused_before_anything_starts(
-    pairs: dict[str, tuple[Path, Path]], device: str
+    pairs: dict[str, tuple[Path, Path]], device: str, engine: str
 ) -> None:
     """AB-3: what is asked for and not possible is refused by name, with the device."""
     model, draft = pairs["8B"]
@@ -104,8 +140,9 @@ def test_a_draft_backend_that_cannot_is_refused_before_anything_starts(
         model=str(draft),
         targets=(str(model),),
         colocated=True,
-        attention_backend="TORCH_SDPA",
+        attention_backend="CPU_ATTN",
+        engine=engine,
     )
     (pair,) = answer(asked)
     assert pair.target is not None and pair.target.resolved and not pair.resolved
-    assert "TORCH_SDPA" in str(pair.outcome.refusal) and device in str(pair.outcome.refusal)
+    assert "CPU_ATTN" in str(pair.outcome.refusal) and device in str(pair.outcome.refusal)
