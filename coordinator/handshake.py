@@ -1,7 +1,8 @@
 """Which workers fit together: comparisons of what they say of themselves, before the first token.
 
 Both values stand in every refusal. Backends, dtypes of weights and devices are never compared: they
-are each service's own.
+are each service's own. So are a draft's RoPE, which its own checkpoint alone decides, and the id
+map of its trimmed head, whose ids are checked one by one where they are used.
 """
 
 from __future__ import annotations

@@ -176,14 +176,22 @@ class Intake:
         return True
 
     def _export_rows(self, link: Link, request: target_pb2.ExportRows) -> None:
-        """Sends the kept rows again, under the latest step's id; what is older is gone."""
+        """Sends the kept rows again, under the latest step's id. What is older is gone; where some
+        of that was asked for, a refusal names what was sent instead."""
         session = self._find(link, key_of(request.key))
         if session is None:
             return
         if session.sink is None:
             raise SpecwireError(Reason.ROWS_REFUSED, "the session was opened without push_to")
-        for start, rows in session.history.since(getattr(request, "from")):
+        wanted, first = getattr(request, "from"), len(session.ids) - 1
+        for start, rows in session.history.since(wanted):
             session.sink.push(max(0, session.done_step), start, rows)
+            first = min(first, start)
+        if wanted < first and not session.opening:
+            end = max(first, session.history.end)
+            text = f"rows from {wanted} on: only [{first}, {end}) are kept, and were sent"
+            known = {"from": str(wanted), "kept_from": str(first), "kept_to": str(end)}
+            raise SpecwireError(Reason.ROWS_REFUSED, text, known)
 
     def _close(self, link: Link, request: target_pb2.CloseSession) -> None:
         key = key_of(request.key)

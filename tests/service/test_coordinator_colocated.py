@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.info_view import worker_table
 from specwire.errors import Reason, SpecwireError
-from specwire.v1 import common_pb2, target_pb2
+from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc, target_pb2
 from tests.service.colocated_toy import ColocatedToy, perfect, proposal
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, row_drafter
 from tests.service.fleet_harness import fleet_world, until
@@ -238,8 +238,9 @@ async def test_what_nobody_has_is_refused_and_what_there_is_named(method: str) -
 
 @pytest.mark.parametrize("broken", [None, "INTERNAL", "UNIMPLEMENTED"])
 async def test_another_incarnation_is_not_co_located(broken: str | None) -> None:
-    """Two processes behind one address prove nothing: the target serves, without that drafter. So
-    does one whose draft role does not answer."""
+    """WC-29: co-located is proved by the one process's incarnation, never by a host name or by what
+    a container shares. Two processes behind one address: the target serves, without that drafter.
+    So does one whose draft role does not answer."""
     toy = ColocatedToy()
     toy.false_incarnation = 7
     toy.broken_info = getattr(grpc.StatusCode, broken) if broken else None
@@ -271,6 +272,13 @@ async def test_rows_of_a_co_located_drafter_are_compared_by_their_taps_only() ->
         assert info.methods == ("plain",) and "99" in info.workers[1].reason
 
 
+async def test_rope_and_the_id_map_are_the_drafts_own() -> None:
+    """DF-8, DF-34: its checkpoint alone decides them. Told, and never compared with the target's."""
+    own = {"rope_style": "interleaved", "rope_theta": 700.0, "rope_scaling": "yarn"}
+    async with fleet_world(infos=[ColocatedToy(**own, d2t_hash="of its own")]) as made:
+        assert (await made.generate(method="toy")).acceptance.accepted_tokens > 0
+
+
 async def test_its_address_as_that_of_a_separate_draft_is_refused() -> None:
     toy, absent = ColocatedToy(), ScriptedDraft()
     async with fleet_world([absent], infos=[toy], start=False, num_speculative_tokens=3) as made:
@@ -296,6 +304,32 @@ async def test_sessions_go_where_their_drafter_is() -> None:
             result = await made.generate(method="toy")
             assert result.acceptance.placement == "colocated"
         assert len(toy.opens) == 3
+
+
+async def test_a_call_that_is_traced_and_cancelled_ends_at_the_target() -> None:
+    """WC-33: the context of a trace travels in the items, not through an interceptor that a cancel
+    could get lost in."""
+    toy, trace = (
+        ColocatedToy(step_s=0.002),
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    )
+    async with (
+        fleet_world(infos=[toy], num_speculative_tokens=3) as made,
+        grpc.aio.insecure_channel(made.host.address) as channel,
+    ):
+        request = generate_pb2.GenerateRequest(
+            tokens=generate_pb2.TokenInput(ids=PROMPT),
+            sampling=common_pb2.Sampling(temperature=0.0, seed=0),
+            max_tokens=400,
+        )
+        stub = generate_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Generate(request, metadata=(("traceparent", trace),))
+        assert (await call.read()).HasField("delta")
+        (opened,) = toy.opens
+        assert opened.traceparent == trace
+        call.cancel()
+        await until(lambda: not toy.sessions and not made.host.servicer.sessions, 1.0)
+        assert (await made.generate()).usage.completion_tokens == 40
 
 
 # -- hints, and who fails --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specwire.errors import Reason
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
 from target_svc import features
 from target_svc.features import _allowed
@@ -103,6 +104,48 @@ async def test_rows_again_and_after_a_restart(tmp_path: Path) -> None:
                 if sum(c.count for c in second.chunks) == 13:
                     break
             assert joined(second.chunks, 1) == (60, expected(60, 73, ids))
+
+
+async def test_rows_that_are_gone_are_refused_by_interval_and_the_rest_is_sent(
+    tmp_path: Path,
+) -> None:
+    address = f"unix:{tmp_path / 'd.sock'}"
+    async with (
+        draft_server(address, FakeDraft()) as draft,
+        target(row_history_tokens=10) as service,
+    ):
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to(address)))
+        await peer.verdict()
+        await draft.rows(70)
+        draft.chunks.clear()
+        await peer.send(target_pb2.ExportRows(key=key(), **{"from": 0}))
+        refused = await peer.refused()
+        assert (refused.error.reason, refused.step_id) == (Reason.ROWS_REFUSED, 0)
+        kept = int(refused.error.metadata["kept_from"])
+        assert 40 < kept <= 60 and refused.error.metadata["kept_to"] == "70"
+        assert f"[{kept}, 70)" in refused.error.message
+        chunks = await draft.rows(70 - kept)
+        assert joined(chunks, 0) == (kept, expected(kept, 70, PROMPT))
+        # One before the first is refused; asking for what is there is answered with rows alone.
+        await peer.send(target_pb2.ExportRows(key=key(), **{"from": kept - 1}))
+        assert (await peer.refused()).error.metadata["kept_from"] == str(kept)
+        for wanted in (kept, 69, 70):
+            await peer.send(target_pb2.ExportRows(key=key(), **{"from": wanted}))
+            assert await peer.heartbeat(key()) == []
+        await peer.send(verify(1, 71, TEXT[1:3]))
+        assert (await peer.verdict()).accepted == 2
+
+
+async def test_without_a_history_all_rows_are_gone(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'd.sock'}"
+    async with draft_server(address, FakeDraft()) as draft, target(row_history_tokens=0) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to(address)))
+        await peer.verdict()
+        await draft.rows(70)
+        await peer.send(target_pb2.ExportRows(key=key(), **{"from": 3}))
+        assert "only [70, 70)" in (await peer.refused()).error.message
 
 
 async def test_a_new_session_ends_the_pause_of_a_broken_stream(
