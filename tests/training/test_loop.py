@@ -45,6 +45,9 @@ def test_over_fitting_one_text_accepts_whole_blocks(tmp_path: Path, text: str) -
     outcome = speculate(net, trainer.drafts[0], [prompt], max_new=33, stop_ids=())[0]
     assert outcome.ids == answer[:33]
     assert outcome.accepted == [7, 7, 7, 7] and outcome.tau == 8.0
+    # What accepts beyond the limit in its last round does not disturb the others.
+    both = speculate(net, trainer.drafts[0], [prompt, random_ids(5, 4)], max_new=34, stop_ids=())
+    assert [both[0].ids, both[1].ids] == [answer[:34], greedy(net, [random_ids(5, 4)], 34)[0]]
 
 
 def test_any_draft_gives_the_targets_text(tmp_path: Path) -> None:
