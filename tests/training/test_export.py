@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from draft_svc.training.draft import DraftNet, parse_spec
+from draft_svc.training.draft import DraftNet
 from draft_svc.training.export import export, load_export, read_spec
+from draft_svc.training.spec import parse_spec
 from draft_svc.training.trainer import Trainer
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from draft_svc.training.batches import BatchOptions
-from draft_svc.training.draft import DraftSpec, parse_spec
 from draft_svc.training.net import TargetNet, load_target
 from draft_svc.training.shards import Corpus
+from draft_svc.training.spec import DraftSpec, parse_spec
 from draft_svc.training.trainer import Trainer, TrainOptions
 from tests.engine.tiny import VOCAB, write_llama
 
