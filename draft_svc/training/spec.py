@@ -90,13 +90,16 @@ def default_taps(layer_count: int, count: int = 5) -> tuple[int, ...]:
 
 def complete_spec(spec: DraftSpec, c: ModelConfig) -> DraftSpec:
     """Fills what is left to the target and refuses what cannot be."""
+    kv_heads, head_dim = c.kv_heads, c.head_dim
+    if c.latent is not None:  # a draft has plain heads, a fourth of them with keys of their own
+        kv_heads, head_dim = max(c.heads // 4, 1) if c.heads % 4 == 0 else c.heads, c.latent.nope
     spec = replace(
         spec,
         taps=spec.taps or default_taps(c.layer_count),
         intermediate=spec.intermediate or c.intermediate_size,
         heads=spec.heads or c.heads,
-        kv_heads=spec.kv_heads or c.kv_heads,
-        head_dim=spec.head_dim or c.head_dim,
+        kv_heads=spec.kv_heads or kv_heads,
+        head_dim=spec.head_dim or head_dim,
     )
     reserved = {c.bos_token_id, c.pad_token_id, *c.eos_token_ids}
     ok_mask = 0 <= spec.mask < c.vocab_size and spec.mask not in reserved
