@@ -101,6 +101,11 @@ class Kernels:
         """residual += linear(x), or the delta that is to be added."""
         return linear(x)
 
+    def lookup_add(self, table: Tensor, ids: Tensor, linear: Linear, into: Tensor) -> None:
+        """into fp32 [rows, out_features] += linear(table[ids]), in place; table [any, in_features],
+        ids int64 [rows]."""
+        into += linear(table[ids].float())
+
     def head(
         self,
         residual: Tensor,

@@ -88,6 +88,10 @@ class TritonKernels(Kernels):
         gemm.linear_add(x, product.weight, product.bias, residual)
         return None
 
+    def lookup_add(self, table: Tensor, ids: Tensor, linear: Linear, into: Tensor) -> None:
+        product = _device(linear)
+        gemm.linear_add(table, product.weight, product.bias, into, ids)
+
     def head(
         self,
         residual: Tensor,
