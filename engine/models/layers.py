@@ -70,7 +70,7 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     rope_kv_write: Callable[..., None]
     gumbel_argmax: Callable[..., Tensor]
-    # Draw and filters in one, nothing read by the host; see `device_draw`.
+    # (logits, DrawRows, out=): draw and filters in one, nothing read by the host.
     draw: Callable[..., Tensor] | None = None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

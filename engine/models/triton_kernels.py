@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.draw_rows import DrawRows
 from engine.kernels.cpu.reference import rope_kv_write_ref, silu_mul_ref
 from engine.kernels.triton import gemm, norm, store
-from engine.kernels.triton.draw import DrawRows, draw
+from engine.kernels.triton.draw import draw
 from engine.linear import DeviceLinear, Linear
 from engine.models.layers import HeadNorms, Kernels, QkvShape, RopeTables, Rows
 
@@ -35,7 +36,7 @@ def triton_kernels(dtype: torch.dtype) -> TritonKernels:
         silu_mul_ref,
         rope_kv_write_ref,
         _gumbel_argmax,
-        _draw,
+        draw,
     )
 
 
@@ -44,19 +45,6 @@ def _gumbel_argmax(
 ) -> Tensor:
     asked = (tensor.to(logits.device) for tensor in (temperatures, seeds, choices, indices))
     return draw(logits, DrawRows(*asked))
-
-
-def _draw(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    choice: Tensor,
-    index: Tensor,
-    min_p: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-) -> Tensor:
-    return draw(logits, DrawRows(temperature, seed, choice, index, min_p, top_k, top_p))
 
 
 def _device(linear: Linear) -> DeviceLinear:

@@ -9,12 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.api import Sampling
+from engine.draw_rows import DRAW_WORDS, write_draws
+from engine.kernels.cpu.reference import gumbel_argmax_ref
 from engine.kernels.triton import ops, plain, tiles
 from engine.kernels.triton import reference as ref
 from engine.kernels.triton.noise import gumbel as gumbel_of
 from engine.kernels.triton.noise import philox as philox_words
 from engine.models.rope import Rope, rope_tables
 from engine.noise import gumbel, philox
+from engine.sampling import Draw
+from engine.sampling import draw as draw_on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -230,6 +235,31 @@ def check_filters() -> None:
     print("filters: ok")
 
 
+def check_draw_words() -> None:
+    """What the host writes is what is drawn; rows without filters draw alike with and without
+    those fields."""
+    rows, vocab = 6, 300
+    logits = rand(rows, vocab) * 2
+    for top_k in (0, 3):
+        draws = [
+            Draw(
+                Sampling(temperature=0.4 * (r % 3), seed=2**64 - 1 - r, choice=r, top_k=top_k),
+                9 + r,
+            )
+            for r in range(rows)
+        ]
+        words = torch.full((DRAW_WORDS * (rows + 2),), -1, dtype=torch.int32)
+        write_draws(words.numpy(), rows + 2, enumerate(draws))
+        words = words.to(DEVICE)
+        padded = torch.cat([logits, logits[:2]])
+        found = {f: ops.draw(padded, ops.DrawRows.of(words, f)).tolist() for f in (False, True)}
+        wanted = draw_on_host(logits.cpu(), draws, False, gumbel_argmax_ref)[0]
+        assert found[True][:rows] == wanted, top_k
+        assert (found[True] == found[False]) == (top_k == 0)
+        assert found[True][rows:] == logits[:2].argmax(1).tolist()
+    print("draw words: ok")
+
+
 def check_accept() -> None:
     drawn, given = [5, 6, 7, 8, 1, 2, 3, 9, 4], [0, 5, 6, 9, 0, 1, 2, 0, 0]
     first, count, width = [0, 4, 7, 0, 8, 1], [4, 3, 1, 0, 1, 2], 5
@@ -268,5 +298,6 @@ if __name__ == "__main__":
     check_noise()
     check_draw()
     check_filters()
+    check_draw_words()
     check_accept()
     check_walk()

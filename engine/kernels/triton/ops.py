@@ -6,9 +6,10 @@ from engine.kernels.triton import require
 
 require()
 
+from engine.draw_rows import DrawRows  # noqa: E402
 from engine.kernels.triton.accept import accept  # noqa: E402
 from engine.kernels.triton.dependent import use_dependent_launch  # noqa: E402
-from engine.kernels.triton.draw import DrawRows, draw  # noqa: E402
+from engine.kernels.triton.draw import draw  # noqa: E402
 from engine.kernels.triton.gemm import (  # noqa: E402
     head,
     linear,
