@@ -102,6 +102,29 @@ def check_rows(dtype: torch.dtype) -> None:
     same_bits("norm_gate_up", lambda f, c: ops.norm_gate_up(stream[f : f + c], scale, EPS, w), rows)
 
 
+def check_wide(dtype: torch.dtype) -> None:
+    """Larger tiles for many rows, with the scales of a norm passed on."""
+    rows, k, n, limit = 35, 40, 24, LIMITS[dtype]
+    tile = (tiles.Tile(n=16, k=16, warps=4, stages=2, rows=32),)
+    x, stream, scale = rand(rows, k, dtype=dtype), rand(rows, k) * 30, rand(k)
+    w, b = rand(n, k, dtype=dtype), rand(n, dtype=dtype)
+    assert tiles.wide_tile(tile, rows, n, False) and not tiles.wide_tile(tile, 32, n, False)
+    runs: dict[str, Callable[[tiles.Wide], torch.Tensor]] = {
+        "linear": lambda wide: ops.linear(x, w, b, wide=wide),
+        "norm_linear": lambda wide: ops.norm_linear(stream, scale, EPS, w, b, wide=wide),
+        "norm_gate_up": lambda wide: ops.norm_gate_up(stream, scale, EPS, w, b, wide=wide),
+        "head": lambda wide: ops.head(stream, ints([*range(34, -1, -1)]), scale, EPS, w, wide),
+    }
+    for name, run in runs.items():
+        close(f"wide {name} {dtype}", run(tile), run(()), limit / 10)
+        if DEVICE == "cuda":
+            assert torch.equal(run(tile), run(())), name
+    added = [torch.ones(rows, n, device=DEVICE) for _ in "ab"]
+    ops.linear_add(x, w, b, added[0], wide=tile)
+    ops.linear_add(x, w, b, added[1])
+    close(f"wide linear_add {dtype}", *added, limit / 10)
+
+
 def check_deep() -> None:
     """Behind a certain depth the norm is a kernel of its own."""
     k = tiles.FUSED_NORM_DEPTH + 8
@@ -290,6 +313,7 @@ if __name__ == "__main__":
         check_products(dtype, 72, 40, 3, True)
         check_products(dtype, 64, 33, 18, False)
         check_rows(dtype)
+        check_wide(dtype)
     check_deep()
     check_plain()
     check_store(torch.float32, torch.float32, 16, True)
