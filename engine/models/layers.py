@@ -91,6 +91,23 @@ class Kernels:
     ) -> Tensor:
         return linear(self.norm(residual, delta, weight, eps))
 
+    def norm_qkv_store(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        linear: Linear,
+        shape: QkvShape,
+        norms: HeadNorms | None,
+        rope: RopeTables,
+        rows: Rows,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """`norm_linear`, then `store` of that."""
+        qkv = self.norm_linear(residual, delta, weight, eps, linear)
+        return self.store(qkv, shape, norms, eps, rope, rows, cache)
+
     def norm_gated(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear
     ) -> Tensor:

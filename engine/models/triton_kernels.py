@@ -15,6 +15,7 @@ from engine.draw_rows import DrawRows
 from engine.kernels.cpu.reference import rope_kv_write_ref, silu_mul_ref
 from engine.kernels.triton import gemm, norm, store, wide
 from engine.kernels.triton.draw import draw
+from engine.kernels.triton.qkv import norm_qkv_store
 from engine.kernels.triton.tiles import Wide
 from engine.linear import DeviceLinear, Linear
 from engine.models.layers import HeadNorms, Kernels, QkvShape, RopeTables, Rows
@@ -70,6 +71,26 @@ class TritonKernels(Kernels):
         _add(residual, delta)
         product = _device(linear)
         return gemm.norm_linear(residual, weight, eps, product.weight, product.bias, wide=self.wide)
+
+    def norm_qkv_store(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        linear: Linear,
+        shape: QkvShape,
+        norms: HeadNorms | None,
+        rope: RopeTables,
+        rows: Rows,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        _add(residual, delta)
+        product = _device(linear)
+        return norm_qkv_store(
+            residual, weight, eps, product.weight, product.bias, norms, rope.cos, rope.sin,
+            rows.positions, *cache, rows.slots, self.wide,
+        )  # fmt: skip
 
     def norm_gated(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear

@@ -182,6 +182,37 @@ def check_store(dtype: torch.dtype, cache: torch.dtype, dim: int, normed: bool) 
     close(f"context_store {cache}", both[0].float(), both[1].float(), limit)
 
 
+def check_qkv(dtype: torch.dtype, cache: torch.dtype, dim: int, normed: bool, rows: int) -> None:
+    """The fused kernel against its parts, few rows and many."""
+    heads, kv_heads, pages, page, k = 3, 1, 10, 4, 40
+    n = (heads + 2 * kv_heads) * dim
+    cos, sin = (t.to(DEVICE) for t in rope_tables(Rope(500.0, 100), dim, 100))
+    positions = ints([7 * row % 100 for row in range(rows)], torch.int32)
+    slots = ints([row if row % 5 else -1 for row in range(rows)], torch.int32)
+    stream, scale = rand(rows, k) * 30, rand(k)
+    w, b = rand(n, k, dtype=dtype), rand(n, dtype=dtype)
+    norms = (rand(dim), rand(dim)) if normed else None
+    tile = (tiles.Tile(n=16, k=16, warps=4, stages=2, rows=32),)
+    made = []
+    for run in ("parts", "fused", "many"):
+        kv = [torch.zeros(pages, page, kv_heads, dim, device=DEVICE).to(cache) for _ in "kv"]
+        rest = norms, EPS, cos, sin, positions, *kv, slots
+        if run == "parts":
+            q = ops.qkv_store(ops.norm_linear(stream, scale, EPS, w, b), *rest)
+        else:
+            rest = norms, *rest[2:]
+            wide = tile if run == "many" else ()
+            q = ops.norm_qkv_store(stream, scale, EPS, w, b, *rest, wide=wide)
+        made.append((q, *kv))
+    name, limit = f"qkv {dtype} {cache} {dim} {normed} {rows}", 0.1 if cache.itemsize == 1 else 1e-2
+    for other in made[1:]:
+        for got, wanted in zip(other, made[0], strict=True):
+            close(name, got.float(), wanted.float(), limit)
+    if DEVICE == "cuda":
+        for got, wanted in zip(made[1], made[2], strict=True):
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8)), name
+
+
 def settings(rows: int, **changes: list[float]) -> ops.DrawRows:
     """Draws with seeds of 64 bits, at several temperatures; `changes` are the filters."""
     some = {name: torch.tensor(v * rows, device=DEVICE)[:rows] for name, v in changes.items()}
@@ -319,6 +350,10 @@ if __name__ == "__main__":
     check_store(torch.float32, torch.float32, 16, True)
     check_store(torch.bfloat16, torch.bfloat16, 24, False)
     check_store(torch.bfloat16, torch.float8_e4m3fn, 16, True)
+    check_qkv(torch.float32, torch.float32, 12, False, 3)
+    check_qkv(torch.bfloat16, torch.bfloat16, 16, False, 35)
+    check_qkv(torch.bfloat16, torch.float8_e4m3fn, 16, False, 33)
+    check_qkv(torch.bfloat16, torch.bfloat16, 16, True, 3)
     check_noise()
     check_draw()
     check_filters()

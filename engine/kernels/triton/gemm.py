@@ -33,7 +33,7 @@ class Norm(NamedTuple):
 
 
 # The interpreter multiplies bf16 as if it were integers.
-_WIDEN = os.environ.get("TRITON_INTERPRET") == "1"
+WIDEN_DOTS = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
@@ -43,6 +43,53 @@ def _dot(a, w, acc, WIDEN: tl.constexpr):
         a = a.to(tl.float32)
         w = w.to(tl.float32)
     return tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+
+
+@triton.jit
+def sums(
+    x_at, weight, w_at, second, norm, kept_m, kept_n,
+    K: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, TWO: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Rows at x_at [ROWS, BLOCK_K] times those of the weight at w_at [BLOCK_N, BLOCK_K], over the
+    whole depth; with TWO also times those `second` numbers behind. Last the squares of the rows,
+    still to be added up."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    other = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        mask_x, mask_w = kept_m[:, None], kept_n[:, None]
+        if K % BLOCK_K:
+            inside = (start + k < K)[None, :]
+            mask_x, mask_w = mask_x & inside, mask_w & inside
+        a = tl.load(x_at + start, mask=mask_x, other=0.0)
+        if NORM:
+            inside_k = start + k < K
+            weights = tl.load(norm + start + k, mask=inside_k, other=0.0)
+            if not SCALED:
+                squares += a * a
+            a = a * weights[None, :]
+        a = a.to(weight.dtype.element_ty)
+        w = tl.load(w_at + start, mask=mask_w, other=0.0, eviction_policy="evict_first")
+        acc = _dot(a, w, acc, WIDEN)
+        if TWO:
+            w = tl.load(
+                w_at + second + start, mask=mask_w, other=0.0, eviction_policy="evict_first"
+            )
+            other = _dot(a, w, other, WIDEN)
+    return acc, other, squares
+
+
+@triton.jit
+def row_scales(squares, scales, m, rows, eps, K: tl.constexpr, SCALED: tl.constexpr):
+    """Those of the norm: out of the squares, for others to load, or loaded."""
+    if SCALED:
+        scale = tl.load(scales + m, mask=m < rows, other=0.0)
+    else:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / K + eps)
+        tl.store(scales + m, scale, mask=m < tl.where(tl.program_id(1) == 0, rows, 0))
+    return scale
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -74,33 +121,12 @@ def _gemm(
     kept = kept_m[:, None] & kept_n[None, :]
     if ADD:
         before = tl.load(place, mask=kept, other=0.0)
-    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        mask_x, mask_w = kept_m[:, None], kept_n[:, None]
-        if K % BLOCK_K:
-            inside = (start + k < K)[None, :]
-            mask_x, mask_w = mask_x & inside, mask_w & inside
-        a = tl.load(x_at + start, mask=mask_x, other=0.0)
-        if NORM:
-            inside_k = start + k < K
-            weights = tl.load(norm + start + k, mask=inside_k, other=0.0)
-            if not SCALED:
-                squares += a * a
-            a = a * weights[None, :]
-        a = a.to(weight.dtype.element_ty)
-        w = tl.load(w_at + start, mask=mask_w, other=0.0, eviction_policy="evict_first")
-        acc = _dot(a, w, acc, WIDEN)
-        if GATED:
-            w = tl.load(w_at + N * K + start, mask=mask_w, other=0.0, eviction_policy="evict_first")
-            up = _dot(a, w, up, WIDEN)
+    acc, up, squares = sums(
+        x_at, weight, w_at, N * K, norm, kept_m, kept_n, K, NORM, SCALED, GATED, ROWS, BLOCK_N,
+        BLOCK_K, WIDEN,
+    )  # fmt: skip
     if NORM:
-        if SCALED:
-            scale = tl.load(scales + m, mask=kept_m, other=0.0)
-        else:
-            scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / K + eps)
-            tl.store(scales + m, scale, mask=m < tl.where(tl.program_id(1) == 0, rows, 0))
+        scale = row_scales(squares, scales, m, rows, eps, K, SCALED)
         acc = acc * scale[:, None]
         up = up * scale[:, None]
     if BIAS:
@@ -144,7 +170,7 @@ def launch(
         x, x if index is None else index, norm_weight, scales, weight,
         weight if bias is None else bias, out, rows, x.stride(0), out.stride(0), eps, n, k,
         norm is not None, scaled, gated, add, bias is not None, index is not None, tile.rows,
-        tile.n, tile.k, _WIDEN, fetched_lines(k), num_warps=tile.warps, num_stages=tile.stages,
+        tile.n, tile.k, WIDEN_DOTS, fetched_lines(k), num_warps=tile.warps, num_stages=tile.stages,
         **flags(),
     )  # fmt: skip
 

@@ -58,6 +58,12 @@ def tile_of(n: int, k: int, dtype: torch.dtype, normed: bool = False) -> Tile:
     return _HEAD if shallow else _LARGE
 
 
+def half_tile(n: int, k: int, dtype: torch.dtype) -> Tile:
+    """The same for a program that makes the columns of two halves."""
+    tile = tile_of(n, k, dtype, True)
+    return replace(tile, n=min(tile.n, 32) // 2)
+
+
 # What many rows may be given, the largest first.
 WIDE: Wide = (
     Tile(n=256, k=64, warps=8, stages=3, rows=128, fewest=128),
