@@ -66,14 +66,85 @@ def _dot(a, b, IEEE: tl.constexpr):
     return out
 
 
+@triton.jit
+def _part(sums, parts, place, keep, BLOCK_D: tl.constexpr):
+    """A partial result; where it is not kept, that of no keys. Never out of the L1 cache, which
+    knows nothing of what other programs wrote."""
+    d = tl.arange(0, BLOCK_D)
+    m = tl.load(sums + place * 2, mask=keep, other=float("-inf"), cache_modifier=".cg")
+    z = tl.load(sums + place * 2 + 1, mask=keep, other=0.0, cache_modifier=".cg")
+    acc = tl.load(
+        parts + place[:, None] * BLOCK_D + d[None, :], mask=keep[:, None], other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
+    return m, z, acc
+
+
+@triton.jit
+def _add_up(
+    out, lse, sums, parts, base, tile, per, start, rows, first_row, window, head, f, some,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+    CAUSAL: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Writes folded rows f of a tile whose partial results begin at slot `base`, `per` of them a
+    chunk; nothing is read unless `some`."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    row = (tile * M + f) // GROUP
+    real = row < rows
+    last = tl.minimum((tile * M + M - 1) // GROUP, rows - 1)
+    begin, end = _keys(start, rows, window, tile * M // GROUP, last, CAUSAL)
+    keys = CHUNK * N // per
+    first = begin // keys
+    stop = tl.where(some, tl.cdiv(end, keys), 0)
+
+    m = tl.full([R], float("-inf"), tl.float32)
+    z = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, BLOCK_D], tl.float32)
+    whole_m = tl.full([R], float("-inf"), tl.float32)
+    whole_z = tl.zeros([R], tl.float32)
+    whole_acc = tl.zeros([R, BLOCK_D], tl.float32)
+    for slot in range(first // 4 * 4, stop, 4):
+        # Four loads in flight; in front of `first` and behind `stop` they are empty parts.
+        place = ((base + slot) * KV_HEADS + head) * M + f
+        step = KV_HEADS * M
+        here = row < tl.where(slot >= first, rows, 0)
+        m0, z0, acc0 = _part(sums, parts, place, here, BLOCK_D)
+        here = row < tl.where((slot + 1 >= first) & (slot + 1 < stop), rows, 0)
+        m1, z1, acc1 = _part(sums, parts, place + step, here, BLOCK_D)
+        here = row < tl.where((slot + 2 >= first) & (slot + 2 < stop), rows, 0)
+        m2, z2, acc2 = _part(sums, parts, place + 2 * step, here, BLOCK_D)
+        here = row < tl.where(slot + 3 < stop, rows, 0)
+        m3, z3, acc3 = _part(sums, parts, place + 3 * step, here, BLOCK_D)
+        if per == 1:
+            whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m0, z0, acc0)
+            whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m1, z1, acc1)
+            whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m2, z2, acc2)
+            whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m3, z3, acc3)
+        else:
+            m, z, acc = _merge(m, z, acc, m0, z0, acc0)
+            m, z, acc = _merge(m, z, acc, m1, z1, acc1)
+            m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+            m, z, acc = _merge(m, z, acc, m3, z3, acc3)
+            if (slot + 4) % CHUNK == 0:
+                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
+                m = tl.full([R], float("-inf"), tl.float32)
+                z = tl.zeros([R], tl.float32)
+                acc = tl.zeros([R, BLOCK_D], tl.float32)
+    m, z, acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
+    query_head = head * GROUP + (tile * M + f) % GROUP
+    place = (first_row + row) * HEADS + query_head
+    _store(out, lse, m, z, acc, place, real, D, LSE)
+
+
 @triton.jit(do_not_specialize=["items_at", "table_at", "pages_per_span", "window"])
 def _attend(
-    q, k_cache, v_cache, out, lse, sums, parts, words, items_at, table_at, pages_per_span,
+    q, k_cache, v_cache, out, lse, sums, parts, arrived, words, items_at, table_at, pages_per_span,
     stride_q, stride_page, stride_token, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
-    HALF: tl.constexpr, IEEE: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads, programs): each program takes items program, program + programs, ...
 
@@ -82,7 +153,9 @@ def _attend(
     of its tile, start, rows and first row of the span. Partial results: sums [slots, KV_HEADS, M,
     2] are maxima and sums, parts [slots, KV_HEADS, M, BLOCK_D] the values. Without WHOLE no item
     has more than one chunk. scale contains log2(e). HALF: keys, values and probabilities take the
-    16 bits of the queries; IEEE: products are those of fp32, never of fewer bits.
+    16 bits of the queries; IEEE: products are those of fp32, never of fewer bits. FINISH: the last
+    program of a tile adds the partial results up instead of `_combine`, counting in arrived [slots,
+    KV_HEADS], which is zeros before and after.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
@@ -159,16 +232,19 @@ def _attend(
             tl.store(sums + slot_at * 2, m, mask=keep)
             tl.store(sums + slot_at * 2 + 1, z, mask=keep)
             tl.store(parts + slot_at[:, None] * BLOCK_D + d[None, :], acc, mask=keep[:, None])
-
-
-@triton.jit
-def _part(sums, parts, place, keep, BLOCK_D: tl.constexpr):
-    """A partial result; where it is not kept, that of no keys."""
-    d = tl.arange(0, BLOCK_D)
-    m = tl.load(sums + place * 2, mask=keep, other=float("-inf"))
-    z = tl.load(sums + place * 2 + 1, mask=keep, other=0.0)
-    acc = tl.load(parts + place[:, None] * BLOCK_D + d[None, :], mask=keep[:, None], other=0.0)
-    return m, z, acc
+            if FINISH:
+                size = last_key - first_key
+                base = slot.to(tl.int64) - first_key // size
+                counter = arrived + base * KV_HEADS + head
+                tl.debug_barrier()  # every thread's part is written before one of them counts
+                before = tl.atomic_add(counter, 1)
+                if before == tl.cdiv(start + rows, size) - 1:
+                    tl.store(counter, 0)
+                    _add_up(
+                        out, lse, sums, parts, base, tile, CHUNK * N // size, start, rows,
+                        first_row, window, head, f, rows > 0, HEADS, KV_HEADS, D, BLOCK_D, M, N,
+                        CHUNK, M, CAUSAL, LSE,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles_end", "window"])
@@ -196,50 +272,9 @@ def _combine(
         rows = tl.load(record + 4)
         first_row = tl.load(record + 5)
 
-        row = (tile * M + f) // GROUP
-        real = row < rows
-        last = tl.minimum((tile * M + M - 1) // GROUP, rows - 1)
-        begin, end = _keys(start, rows, window, tile * M // GROUP, last, CAUSAL)
-        keys = CHUNK * N // per
         # Programs of rows that the tile does not have run no iteration.
         some = (tile * M + tl.program_id(1) * R) < rows * GROUP
-        first = begin // keys
-        stop = tl.where(some, tl.cdiv(end, keys), 0)
-
-        m = tl.full([R], float("-inf"), tl.float32)
-        z = tl.zeros([R], tl.float32)
-        acc = tl.zeros([R, BLOCK_D], tl.float32)
-        whole_m = tl.full([R], float("-inf"), tl.float32)
-        whole_z = tl.zeros([R], tl.float32)
-        whole_acc = tl.zeros([R, BLOCK_D], tl.float32)
-        for slot in range(first // 4 * 4, stop, 4):
-            # Four loads in flight; in front of `first` and behind `stop` they are empty parts.
-            place = ((base + slot) * KV_HEADS + head) * M + f
-            step = KV_HEADS * M
-            here = row < tl.where(slot >= first, rows, 0)
-            m0, z0, acc0 = _part(sums, parts, place, here, BLOCK_D)
-            here = row < tl.where((slot + 1 >= first) & (slot + 1 < stop), rows, 0)
-            m1, z1, acc1 = _part(sums, parts, place + step, here, BLOCK_D)
-            here = row < tl.where((slot + 2 >= first) & (slot + 2 < stop), rows, 0)
-            m2, z2, acc2 = _part(sums, parts, place + 2 * step, here, BLOCK_D)
-            here = row < tl.where(slot + 3 < stop, rows, 0)
-            m3, z3, acc3 = _part(sums, parts, place + 3 * step, here, BLOCK_D)
-            if per == 1:
-                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m0, z0, acc0)
-                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m1, z1, acc1)
-                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m2, z2, acc2)
-                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m3, z3, acc3)
-            else:
-                m, z, acc = _merge(m, z, acc, m0, z0, acc0)
-                m, z, acc = _merge(m, z, acc, m1, z1, acc1)
-                m, z, acc = _merge(m, z, acc, m2, z2, acc2)
-                m, z, acc = _merge(m, z, acc, m3, z3, acc3)
-                if (slot + 4) % CHUNK == 0:
-                    whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
-                    m = tl.full([R], float("-inf"), tl.float32)
-                    z = tl.zeros([R], tl.float32)
-                    acc = tl.zeros([R, BLOCK_D], tl.float32)
-        m, z, acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
-        query_head = head * GROUP + (tile * M + f) % GROUP
-        place = (first_row + row) * HEADS + query_head
-        _store(out, lse, m, z, acc, place, real, D, LSE)
+        _add_up(
+            out, lse, sums, parts, base, tile, per, start, rows, first_row, window, head, f, some,
+            HEADS, KV_HEADS, D, BLOCK_D, M, N, CHUNK, R, CAUSAL, LSE,
+        )  # fmt: skip
