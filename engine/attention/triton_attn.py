@@ -18,15 +18,12 @@ from torch import Tensor
 
 from engine.attention.base import DeviceAttention, LayerMode, Span
 from engine.attention.kernels import paged
-from engine.attention.kernels.schedule import HEADER, Schedule, Tiles, tiles_for
+from engine.attention.kernels.schedule import FEW_ROWS, HEADER, Schedule, Tiles, tiles_for
 from engine.kv.cache import KVCache, PagedCache
 
 _HALF = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WORKSPACE_BYTES = 256 << 20
-# Folded rows of a tile up to which its last program adds the partial results up, which saves a
-# launch; more take one program longer than the launch and several programs.
-_FINISHED_ROWS = 8
 _INTERPRETED_PROCESSORS = 3  # few, so that small tests see every kind of schedule
 
 
@@ -42,7 +39,7 @@ class TritonPlan:
     programs: int
     tiles: int
     whole: bool
-    finish: bool
+    finish: int
     sums: Tensor
     parts: Tensor
     arrived: Tensor
@@ -116,7 +113,7 @@ class TritonPaged(DeviceAttention):
             programs=max(1, min(records, schedule.programs)),
             tiles=tiles if parts else 0,
             whole=schedule.whole(span_capacity, width, keys, records),
-            finish=0 < width * schedule.group <= _FINISHED_ROWS,
+            finish=FEW_ROWS if parts and 0 < width * schedule.group <= FEW_ROWS else 0,
             sums=sums,
             parts=parted,
             arrived=arrived,
@@ -130,7 +127,7 @@ class TritonPaged(DeviceAttention):
             device = self.cache.device
             sums = torch.empty(rows * 2, dtype=torch.float32, device=device)
             parts = torch.empty(rows * self._block, dtype=torch.float32, device=device)
-            counters = slots * self.cache.geometry.kv_heads
+            counters = 2 * slots * self.cache.geometry.kv_heads
             arrived = torch.zeros(counters, dtype=torch.int32, device=device)
             self._workspace = sums, parts, arrived
         return self._workspace

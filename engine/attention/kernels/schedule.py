@@ -20,7 +20,10 @@ from engine.attention.base import Span
 Words = NDArray[np.int32]
 
 HEADER = RECORD = 8
-LONGEST_SUM = 64  # units that a combining program adds one after the other
+# Units of a span that are added up one after the other; where a span has few folded rows, which
+# `paged._finish` adds up chunk by chunk.
+LONGEST_SUM, LONGEST_FINISH = 64, 512
+FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,8 @@ class Schedule:
         start, rows, first_row, ends = start[span], rows[span], first_row[span], ends[span]
         tiles = -(-rows * self.group // self.tiles.rows)
         room = self.records(len(words), capacity, pages_per_span) - 2 * int(tiles.sum())
-        parts, unit = self._parts(tiles, ends, room)
+        few = int(rows.max(initial=1)) * self.group <= FEW_ROWS
+        parts, unit = self._parts(tiles, ends, room, LONGEST_FINISH if few else LONGEST_SUM)
 
         # One item for each part of each tile; tiles of one part of the keys stand side by side, so
         # that they find the keys in the L2 cache.
@@ -123,14 +127,14 @@ class Schedule:
         ended[:, 3], ended[:, 4], ended[:, 5] = start[of], rows[of], first_row[of]
         words[0], words[1] = len(several), count
 
-    def _parts(self, tiles: Words, ends: Words, room: int) -> tuple[Words, int]:
+    def _parts(self, tiles: Words, ends: Words, room: int, longest: int) -> tuple[Words, int]:
         """Parts of every span's tiles, and the keys of a part: a unit where all of them keep the
         device busy once, otherwise a chunk, or everything where tiles or partial results abound.
         """
         keys, chunk = self.tiles.keys, self.tiles.keys * self.tiles.chunk
         units = np.maximum(-(-ends // keys), 1)
         few = int((tiles * units).sum())
-        if few <= min(self.programs, room, self.slots) and units.max(initial=1) <= LONGEST_SUM:
+        if few <= min(self.programs, room, self.slots) and units.max(initial=1) <= longest:
             return units, keys
         chunks = np.maximum(-(-ends // chunk), 1)
         # So many tiles of one span, as a prompt has, fill the device by themselves.
