@@ -23,19 +23,21 @@ from draft_svc.methods.base import (
     REASON_ROWS_MISSING,
     MethodInfo,
 )
-from draft_svc.methods.dflash import DFlashMethod, Wanted
+from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.dflash_context import DFlashContext
 from draft_svc.methods.dspark import DSparkMethod
 from draft_svc.metrics import Metrics
 from draft_svc.service import SERVICE_NAME
 from engine.api import Ask, Proposed, Sampling
 from engine.attention.request import KVGroup
+from engine.block_step import Wanted
 from engine.colocated import DrafterSettings, Group, Handles, TapRows, Target
 from engine.default_model import tokenizer_document, tokenizer_hash
 from engine.device import weight_dtype
 from engine.errors import OutOfPages, SettingRefused
 from engine.kv.pool import PageTable, PoolStats, TableView
-from engine.models.dflash import Block, ContextMemory, DFlashOptions, choose_attention
+from engine.models.dflash import Block, DFlashOptions, choose_attention
+from engine.models.draft_context import ContextMemory
 from engine.models.draft_dialects import parse_draft
 from engine.models.draft_loading import DraftTarget, build_draft
 from engine.models.family import cache_geometry
@@ -68,16 +70,16 @@ class BlockDrafter:
             kernels=settings.kernels,
             attention_backend=settings.attention_backend,
             cuda_graph_mode=settings.cuda_graph_mode,
-            int8_head=head_in_int8(settings.head_dtype, settings.dtype),
+            int8_head=head_in_int8(
+                settings.head_dtype, settings.dtype, settings.kernels, torch.device("cpu")
+            ),
         )
         self._info: MethodInfo | None = None
         self._metrics = Metrics()
 
     def register(self, server: Any, *, incarnation: int, registry: Any) -> None:
         self._metrics = Metrics(registry)
-        servicer = ColocatedServicer(
-            lambda: self._info, self._pool_stats, incarnation=incarnation, device="cpu"
-        )
+        servicer = ColocatedServicer(lambda: self._info, self._pool_stats, incarnation=incarnation)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
 
     def _pool_stats(self) -> PoolStats:
@@ -104,7 +106,12 @@ class BlockDrafter:
 
     def attach(self, handles: Handles) -> tuple[int, ...]:
         settings, group = self._settings, self._group
-        memory = ContextMemory(handles.memory, handles.caches[group.name])
+        memory = ContextMemory(
+            handles.memory,
+            handles.caches[group.name],
+            handles.scratch_slot,
+            handles.max_length + self._config.block_size,
+        )
         self._target.share(handles.embedding, handles.head)
         loaded = build_draft(
             self._checkpoint,

@@ -32,10 +32,8 @@ class ColocatedServicer(draft_pb2_grpc.DraftServiceServicer):
         stats: Callable[[], PoolStats],
         *,
         incarnation: int,
-        device: str,
     ) -> None:
-        self._info, self._stats = info, stats
-        self._worker_info = worker_info(incarnation, device)
+        self._info, self._stats, self._incarnation = info, stats, incarnation
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: Any
@@ -44,7 +42,7 @@ class ColocatedServicer(draft_pb2_grpc.DraftServiceServicer):
         if info is None:
             raise SpecwireError(Reason.ENGINE_DOWN, "the drafter of this target is not loaded")
         return draft_pb2.DraftServiceGetInfoResponse(
-            worker=self._worker_info,
+            worker=worker_info(self._incarnation, info.device),
             drafters=drafter_infos([info], info.method),
             load=self._load(),
         )
@@ -54,7 +52,7 @@ class ColocatedServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> AsyncIterator[draft_pb2.DraftServiceLinkResponse]:
         async for frame in request_iterator:
             yield draft_pb2.DraftServiceLinkResponse(
-                incarnation=self._worker_info.incarnation,
+                incarnation=self._incarnation,
                 replies=map(_answer, frame.items),
                 load=self._load(),
             )

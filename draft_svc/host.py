@@ -31,7 +31,6 @@ class DraftHost:
         address: str,
         limits: Limits,
         default_method: str,
-        device: str = "cpu",
         push_address: str = "",
         reflection: bool = False,
         drain_s: float = 0.5,
@@ -40,7 +39,7 @@ class DraftHost:
         self.metrics = Metrics()
         self.worker = Worker(load)
         self.protocol = Protocol(self.worker, default_method, limits, self.metrics)
-        self._address, self._device, self._push_address = address, device, push_address
+        self._address, self._push_address = address, push_address
         self._reflection, self._drain_s = reflection, drain_s
 
     async def __aenter__(self) -> Self:
@@ -50,7 +49,6 @@ class DraftHost:
         servicer = DraftServicer(
             self.protocol,
             incarnation=self.incarnation,
-            device=self._device,
             push_address=self._push_address,
         )
         draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, self._host.server)

@@ -17,13 +17,14 @@ from draft_svc.methods.dspark import DSparkMethod
 from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
 from engine.default_model import tokenizer_document, tokenizer_hash
-from engine.device import resolve_device, weight_dtype
+from engine.device import device_name, kernel_mode, use_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError, SettingRefused
 from engine.linear import int8_is_fast
 from engine.loading import load_engine
 from engine.models.dflash import DFlashOptions, choose_attention
+from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_dialects import parse_draft
-from engine.models.draft_loading import DraftTarget, load_draft
+from engine.models.draft_loading import DraftTarget, draft_device, load_draft
 from engine.tokenizer import token_table
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError
@@ -149,36 +150,39 @@ def checkpoint_path(field: str, reference: str, shipped: Path) -> Path:
 def _options(
     settings: DraftSettings, checkpoint: Path, target: DraftTarget, method: str
 ) -> DFlashOptions:
-    resolve_device(settings.device, "block drafts run on the cpu only")
+    config = parse_draft(read_json(checkpoint / "config.json"), target.described, method)
+    device = draft_device(settings.device, config)
+    use_device(device)
     options = DFlashOptions(
+        device=device,
         page_tokens=settings.page_tokens,
         kv_dtype=settings.kv_dtype,
         weight_dtype=weight_dtype(settings.dtype),
         kernels=settings.kernels,
         attention_backend=settings.attention_backend,
         cuda_graph_mode=settings.cuda_graph_mode,
-        int8_head=head_in_int8(settings.head_dtype, settings.dtype),
+        int8_head=head_in_int8(settings.head_dtype, settings.dtype, settings.kernels, device),
     )
-    return replace(options, page_count=_page_count(settings, checkpoint, target, options, method))
+    return replace(options, page_count=_page_count(settings, config, options, method))
 
 
-def head_in_int8(head_dtype: str, dtype: str) -> bool:
-    """A proposal is a hint, and the head is most of its cost: int8 where that is faster."""
+def head_in_int8(head_dtype: str, dtype: str, kernels: str, device: torch.device) -> bool:
+    """A proposal is a hint, and the head is most of its cost: int8 where that is faster. Raises
+    SettingRefused where it cannot be."""
+    on_cpu = device.type == "cpu" and kernel_mode(kernels, device) != "triton"
+    if head_dtype == "int8" and not on_cpu:
+        kind = f"auto, model: on {device_name(device)} with these kernels int8 is the cpu's alone"
+        raise SettingRefused("head_dtype", head_dtype, kind)
     if head_dtype == "auto":
-        return weight_dtype(dtype) is torch.bfloat16 and int8_is_fast()
+        return on_cpu and weight_dtype(dtype) is torch.bfloat16 and int8_is_fast()
     return head_dtype == "int8"
 
 
 def _page_count(
-    settings: DraftSettings,
-    checkpoint: Path,
-    target: DraftTarget,
-    options: DFlashOptions,
-    method: str,
+    settings: DraftSettings, config: DFlashConfig, options: DFlashOptions, method: str
 ) -> int:
     if settings.kv_pages is not None:
         return settings.kv_pages
-    config = parse_draft(read_json(checkpoint / "config.json"), target.described, method)
     geometry = choose_attention(config, options, method).geometry
     count = settings.kv_memory_mb * 2**20 // (geometry.bytes_per_token * geometry.page_tokens)
     if count == 0:

@@ -29,11 +29,9 @@ def worker_info(incarnation: int, device: str) -> common_pb2.WorkerInfo:
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One draft service. `incarnation` names this life of the process."""
 
-    def __init__(
-        self, protocol: Protocol, *, incarnation: int, device: str, push_address: str
-    ) -> None:
+    def __init__(self, protocol: Protocol, *, incarnation: int, push_address: str) -> None:
         self._protocol, self._push_address = protocol, push_address
-        self._worker_info = worker_info(incarnation, device)
+        self._incarnation = incarnation
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: Any
@@ -42,7 +40,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if not protocol.worker.ready:
             raise SpecwireError(Reason.ENGINE_DOWN, "the drafters of this service are not loaded")
         return draft_pb2.DraftServiceGetInfoResponse(
-            worker=self._worker_info,
+            worker=worker_info(self._incarnation, protocol.worker.device),
             drafters=drafter_infos(protocol.worker.infos.values(), protocol.default_method),
             load=self._load(),
             push_address=self._push_address,
@@ -56,7 +54,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         try:
             while replies := await outbox.take_all():
                 yield draft_pb2.DraftServiceLinkResponse(
-                    incarnation=self._worker_info.incarnation,
+                    incarnation=self._incarnation,
                     replies=replies,
                     load=self._load(),
                 )

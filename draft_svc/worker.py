@@ -59,6 +59,12 @@ class Worker:
         return self._stats
 
     @property
+    def device(self) -> str:
+        """What the methods run on: the GPUs among it, where there are some."""
+        devices = dict.fromkeys(info.device for info in self.infos.values())
+        return ", ".join(device for device in devices if device != "cpu") or "cpu"
+
+    @property
     def ready(self) -> bool:
         """The methods are loaded and the thread serves jobs."""
         return bool(self.infos) and self._thread.is_alive()

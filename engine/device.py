@@ -43,6 +43,12 @@ def resolve_device(requested: str, gpu: str = "") -> torch.device:
     return torch.device("cuda", index)
 
 
+def use_device(device: torch.device) -> None:
+    """Makes it the one of this thread: Triton launches there, whatever its arguments say."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def kernel_mode(requested: str, device: torch.device) -> Mode:
     """Which kernels run. What was named and cannot be had is an error, never a substitution.
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from engine.api import Drafter, Engine, Item, ItemResult
 from specwire.errors import Reason, SpecwireError, internal_error
-from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.batch import BatchBuilder
 from target_svc.engine_thread import EngineThread
@@ -20,7 +19,6 @@ from target_svc.metrics import Metrics
 from target_svc.progress import Progress
 from target_svc.proposing import Wish, propose, wish_of
 from target_svc.residency import Residency
-from target_svc.rows import rows_of
 from target_svc.sessions import OpenSpec, Session, SessionTable, Step
 from target_svc.settings import TargetSettings
 from target_svc.shapes import Shapes
@@ -184,13 +182,13 @@ class Scheduler:
             self._engine_failed([session for session, _ in batch], error)
             return
         self._failures = 0
-        for (session, item), (result, rows, proposal) in zip(batch, answers, strict=True):
+        for (session, item), (result, proposal) in zip(batch, answers, strict=True):
             session.running = False
             if session.closed or session.step is None:
                 continue
             session.step.compute_s += computed
             session.step.width = result.width
-            self._progress.end_item(session, item, result, rows, loop.time(), proposal)
+            self._progress.end_item(session, item, result, loop.time(), proposal)
         self._metrics.step(len(items), computed)
 
     def _engine_failed(self, sessions: list[Session], error: Exception) -> None:
@@ -209,7 +207,7 @@ class Scheduler:
             self._on_engine_down()
 
 
-Answer = tuple[ItemResult, Rows | None, common_pb2.Proposal | None]
+Answer = tuple[ItemResult, common_pb2.Proposal | None]
 
 
 def _run(
@@ -223,5 +221,4 @@ def _run(
     proposals: list[common_pb2.Proposal | None] = [None] * len(items)
     if drafter is not None and any(wish is not None for wish in wishes):
         proposals = propose(drafter, wishes, results)
-    rows = [rows_of(result) for result in results]
-    return list(zip(results, rows, proposals, strict=True)), computed
+    return list(zip(results, proposals, strict=True)), computed

@@ -102,6 +102,7 @@ class MethodInfo:
     rope_style: str = ""
     rope_theta: float = 0.0
     rope_scaling: str = ""
+    device: str = "cpu"
     attention: AttentionReport | None = None
     layer_attention: tuple[str, ...] = ()
     costs: tuple[Cost, ...] = ()

@@ -9,14 +9,14 @@ same noise, same filters, the index of the token being drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draft_svc.context_names import ContextNames
-from draft_svc.costs import measure
+from draft_svc.costs import first_runs, measure
 from draft_svc.methods.base import (
     REASON_CAPACITY,
     REASON_CATCHING_UP,
@@ -32,25 +32,19 @@ from draft_svc.methods.base import (
 from draft_svc.methods.dflash_context import DFlashContext, nonempty
 from engine.api import Sampling
 from engine.attention.base import LayerMode
+from engine.block_step import Wanted
+from engine.device import device_name
 from engine.errors import OutOfPages
 from engine.kernels.cpu import ops
 from engine.kv.pool import PoolStats
 from engine.kv.prefix import chain_root
-from engine.models.dflash import Block, ContextRows
+from engine.models.dflash import Block, own_chances
+from engine.models.draft_context import ContextRows
 from engine.models.draft_loading import LoadedDraft
 from engine.sampling import Draw, draw
 
 # Rows that one forward writes at most.
 _FORWARD_ROWS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """`k` tokens behind the anchor of a block."""
-
-    block: Block
-    sampling: Sampling
-    k: int
 
 
 class DFlashMethod(Method[DFlashContext]):
@@ -68,6 +62,7 @@ class DFlashMethod(Method[DFlashContext]):
         confidences: bool = True,
     ) -> None:
         self._model, self._confidences = loaded.model, confidences
+        self._stepper = loaded.stepper
         config = loaded.model.config
         self._unwritten: dict[DFlashContext, None] = {}
         self._names = ContextNames(loaded.model.pool.page_tokens)
@@ -92,6 +87,7 @@ class DFlashMethod(Method[DFlashContext]):
             rope_style=config.rope_style,
             rope_theta=config.rope.theta,
             rope_scaling=config.rope.described,
+            device=device_name(loaded.model.device),
             attention=loaded.model.attention,
             layer_attention=tuple(map(_describe, config.modes)),
         )
@@ -217,6 +213,13 @@ class DFlashMethod(Method[DFlashContext]):
 
     def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
         """Proposals of all blocks from one forward; their pages are reserved."""
+        if self._stepper is not None:
+            found = self._stepper.run(wanted, self._confidences)
+            return [Draft(own.ids, own.confidences) for own in found]
+        return self._draft_by_hand(wanted)
+
+    def _draft_by_hand(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        """The same with the draws made on the host."""
         widest = max(own.k for own in wanted)
         logits = self._model.propose_logits([own.block for own in wanted], widest)
         asked = torch.cat([logits[i, : own.k] for i, own in enumerate(wanted)])
@@ -246,8 +249,11 @@ class DFlashMethod(Method[DFlashContext]):
         self._model.pool.check_integrity()
 
     def warm_up(self) -> None:
-        """Packs, plans and allocates what the first session would wait for, and measures."""
+        """Packs, plans, compiles and allocates what the first session would wait for, and
+        measures."""
         info = self._info
+        if self._stepper is not None:
+            first_runs(self, self._filled, info.max_draft_tokens, self._max_length)
         costs = measure(
             self, self._filled, tokens=info.max_draft_tokens, max_length=self._max_length
         )
@@ -274,12 +280,10 @@ def wanted_of(requests: Sequence[Request[DFlashContext]]) -> list[Wanted]:
 
 def probabilities(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[float]:
     """The draft's own probability of each token at its temperature, filters left out."""
-    scale = torch.tensor([1 / (d.sampling.temperature or 1.0) for d in draws])
-    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    if bool((scale != 1).any()):
-        logits, chosen = logits * scale[:, None], chosen * scale
-    probabilities: list[float] = (chosen - logits.logsumexp(1)).exp().tolist()
-    return probabilities
+    temperatures = torch.tensor([d.sampling.temperature for d in draws], device=logits.device)
+    chosen = torch.tensor(tokens, device=logits.device)
+    chances: list[float] = own_chances(logits, chosen, temperatures).tolist()
+    return chances
 
 
 def _describe(mode: LayerMode) -> str:

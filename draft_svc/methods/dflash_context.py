@@ -12,7 +12,7 @@ from torch import Tensor
 from draft_svc.methods.base import RawRows, RowBlock
 from engine.api import Sampling
 from engine.kv.pool import PageTable
-from engine.models.dflash import ContextRows
+from engine.models.draft_context import ContextRows
 
 # Rows that a session keeps while it has no pages.
 _PENDING_ROWS = 8192

@@ -95,6 +95,7 @@ class DraftModelMethod(Method[DraftModelContext]):
             fingerprint=model.fingerprint,
             vocab_size=model.vocab_size,
             tokenizer_hash=tokenizer_hash,
+            device=model.device,
             attention=engine.attention,
         )
 

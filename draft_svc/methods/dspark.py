@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from draft_svc.methods.base import Draft
-from draft_svc.methods.dflash import DFlashMethod, Wanted, probabilities
+from draft_svc.methods.dflash import DFlashMethod, probabilities
+from engine.block_step import Wanted
 from engine.kernels.cpu import ops
 from engine.models.draft_loading import LoadedDraft
 from engine.models.dspark import DSparkModel, Proposals
@@ -50,12 +51,13 @@ class DSparkMethod(DFlashMethod):
         name = f"{loaded.name} ({markov.kind} Markov head, rank {markov.rank})"
         self._info = replace(self._info, name=name)
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
+    def _draft_by_hand(self, wanted: Sequence[Wanted]) -> list[Draft]:
         drawn: list[list[Draw]] = []
 
         def draw_slot(slot: int, logits: Tensor) -> Tensor:
             drawn.append([Draw(own.sampling, own.block.start + 1 + slot) for own in wanted])
-            return torch.tensor(draw(logits, drawn[-1], False, ops.gumbel_argmax)[0])
+            tokens, _ = draw(logits, drawn[-1], False, ops.gumbel_argmax)
+            return torch.tensor(tokens, device=logits.device)
 
         widest = max(own.k for own in wanted)
         found = self._dspark.propose([own.block for own in wanted], draw_slot, widest)

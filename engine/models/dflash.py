@@ -19,25 +19,31 @@ from engine.attention.base import Span
 from engine.attention.request import KVGroup
 from engine.attention.resolution import Resolution
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
-from engine.device import use_native
-from engine.kv.cache import CacheGeometry, PagedCache
-from engine.kv.groups import PagedGroups
-from engine.kv.pool import PagePool, PageTable, TableView
+from engine.batch import slots_of
+from engine.device import activation_dtype, kernel_mode
+from engine.device_draw import DeviceDrawer, DrawFields
+from engine.errors import BackendUnavailable
+from engine.kv.pool import PageTable, TableView
 from engine.linear import Linear
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_attention import draft_attention
+from engine.models.draft_context import ContextMemory, ContextRows, RowUpload
 from engine.models.draft_vocabulary import DraftVocabulary
-from engine.models.family import build_cache, cache_geometry, latent_of
-from engine.models.layers import NATIVE, TORCH, Kernels, Rows
+from engine.models.family import cache_geometry, latent_of
+from engine.models.kernel_sets import kernels_for
+from engine.models.layers import Kernels, Rows
 from engine.weights import Weights
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashOptions:
     """How to run a draft. `head_rows` drafts with the first rows of the head only (0: all);
-    `int8_head` quantises them.
+    `int8_head` quantises them, on a CPU.
     """
 
+    device: torch.device = CPU
     page_count: int = 2048
     page_tokens: int = 16
     kv_dtype: str = "auto"
@@ -60,16 +66,6 @@ class Block:
     table: PageTable | TableView
     anchor: int
     start: int
-    origin: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ContextRows:
-    """Rows [n, row_width] of positions [start, start + n), any float dtype: the target's taps."""
-
-    table: PageTable
-    start: int
-    rows: Tensor
     origin: int = 0
 
 
@@ -102,6 +98,12 @@ def choose_attention(
     """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused. `target`
     and `group`: of a draft in its target's pages, see `resolve_attention`.
     """
+    mode = kernel_mode(options.kernels, options.device)
+    if mode == "triton" and config.latent is not None:
+        raise BackendUnavailable(
+            "kernels 'triton' cannot be used: the draft's attention is latent; accepted: native, "
+            "torch"
+        )
     return resolve_attention(
         AttentionOptions(
             options.attention_backend,
@@ -113,32 +115,37 @@ def choose_attention(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         modes=config.modes,
-        native=use_native(options.kernels),
+        native=mode == "native",
         latent=latent_of(config),
         role="draft",
         method=method,
         query_tokens=config.block_size,
+        device=options.device,
+        dtype=activation_dtype(mode, str(options.weight_dtype).removeprefix("torch.")),
         target=target,
         group=group,
     )
 
 
 def kernels_of(options: DFlashOptions) -> Kernels:
-    return NATIVE if use_native(options.kernels) else TORCH
+    return kernels_for(kernel_mode(options.kernels, options.device), options.weight_dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class ContextMemory:
-    """Where the context K/V lives: `cache` is one of the groups under the tables of `pages`."""
+class SlotDraws:
+    """tokens int64 [slots, blocks]; chances fp32 [slots, blocks] that each is accepted once those
+    before it are, or None."""
 
-    pages: PagedGroups
-    cache: PagedCache
+    tokens: Tensor
+    chances: Tensor | None
 
-    @classmethod
-    def own(cls, geometry: CacheGeometry, page_count: int) -> ContextMemory:
-        """Pages of the draft alone."""
-        pool, cache = PagePool(page_count, geometry.page_tokens), build_cache(geometry, page_count)
-        return cls(PagedGroups(pool, {"draft": cache}), cache)
+
+def own_chances(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
+    """The draft's own probability fp32 [rows] of each token at its temperature (0: at 1), filters
+    left out. Logits fp32 [rows, vocabulary]."""
+    scale = 1 / torch.where(temperatures > 0, temperatures, 1.0)
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    return (chosen * scale - (logits * scale[:, None]).logsumexp(1)).exp()
 
 
 class DFlashModel:
@@ -155,11 +162,13 @@ class DFlashModel:
     ) -> None:
         """Without `memory` the draft gets pages of its own."""
         self.config, self.first_slot = config, config.first_slot
-        self.kernels = kernels_of(options)
-        geometry = cache_geometry(config, attention.geometry)
-        memory = memory or ContextMemory.own(geometry, options.page_count)
-        self._pages, self.pool, self.cache = memory.pages, memory.pages.pool, memory.cache
-        self._backend, self.attention = make_backend(attention, self.cache), attention.report()
+        self.kernels, self.device = kernels_of(options), draft.device
+        if memory is None:
+            geometry = cache_geometry(config, attention.geometry)
+            memory = ContextMemory.own(geometry, options.page_count, self.device)
+        self.memory, self.pool, self.cache = memory, memory.pages.pool, memory.cache
+        self.backend, self.attention = make_backend(attention, self.cache), attention.report()
+        self.captures = attention.graphs.decode == "FULL"
         self._embedding, self._head = tables.embedding, tables.head
         self._mask_vector, self.vocabulary = tables.mask_vector, tables.vocabulary
         d = config.hidden_size
@@ -168,6 +177,9 @@ class DFlashModel:
         self._norm = draft.take("norm.weight", d).float()
         self._layer_attention = draft_attention(config, draft, self.kernels, self.cache)
         self._layers = [self._take_layer(draft, index) for index in range(config.layer_count)]
+        self._upload: RowUpload | None = None
+        if self.device.type == "cuda" or self.kernels.mode == "triton":
+            self._upload = RowUpload(self.device)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -200,7 +212,7 @@ class DFlashModel:
     @torch.inference_mode()
     def write_contexts(self, writes: Sequence[ContextRows]) -> None:
         """The same for several sessions, each at most once, with one product for all."""
-        positions: list[Tensor] = []
+        positions: list[int] = []
         for write in writes:
             first, count = write.start - write.origin, write.rows.shape[0]
             assert 0 <= first <= write.table.length, (
@@ -208,27 +220,28 @@ class DFlashModel:
             )
             write.table.truncate(first)
             write.table.reserve(first + count)
-            positions.append(torch.arange(write.start, write.start + count))
-        self._pages.copy_pages()
-        slots = [
-            write.table.slot(position - write.origin)
-            for write, written in zip(writes, positions, strict=True)
-            for position in written.tolist()
-        ]
-        self.write_rows(
-            torch.cat([write.rows.float() for write in writes]),
-            torch.cat(positions),
-            torch.tensor(slots, dtype=torch.int64),
-        )
+            positions += range(write.start, write.start + count)
+        self.memory.pages.copy_pages()
+        slots: list[int] = []
+        for write in writes:
+            first, count = write.start - write.origin, write.rows.shape[0]
+            slots += slots_of(write.table.pages, self.pool.page_tokens, first, count)
+        if self._upload is not None:
+            self.write_rows(*self._upload(writes, positions, slots))
+        else:
+            rows = torch.cat([write.rows.float() for write in writes])
+            self.write_rows(rows, torch.tensor(positions), torch.tensor(slots))
         for write in writes:
             write.table.length = write.start - write.origin + write.rows.shape[0]
 
     @torch.inference_mode()
     def write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Stores K/V made of `rows` fp32 [n, row_width] at `positions` and flat `slots`, int64 [n];
-        who calls it owns the tables."""
-        c = self.config
-        x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, c.rms_eps)
+        """Stores K/V made of `rows` [n, row_width], any float dtype, at `positions` and flat
+        `slots`, int64 [n] (on a GPU int32 too); who calls it owns the tables. Does not wait for
+        the device."""
+        if self.kernels.mode != "triton":
+            rows = rows.float()
+        x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, self.config.rms_eps)
         self._layer_attention.write_context(x, positions, slots)
 
     @torch.inference_mode()
@@ -251,6 +264,12 @@ class DFlashModel:
         """Final states [len(blocks), count, hidden] of the first `count` proposing slots; what
         `propose_logits` says holds here too.
         """
+        self.reserve(blocks)
+        states = self._forward(blocks).view(len(blocks), self.config.block_size, -1)
+        return states[:, self.first_slot : self.first_slot + count]
+
+    def reserve(self, blocks: Sequence[Block]) -> None:
+        """Makes the pages behind the contexts writable for the blocks. Raises OutOfPages."""
         c, b = self.config, self.config.block_size
         for block in blocks:
             assert block.start + b <= c.max_positions, (
@@ -258,9 +277,7 @@ class DFlashModel:
             )
             assert block.table.length == block.start - block.origin, "context must reach the anchor"
             block.table.reserve(block.start - block.origin + b)
-        self._pages.copy_pages()
-        states = self._forward(blocks).view(len(blocks), b, -1)
-        return states[:, self.first_slot : self.first_slot + count]
+        self.memory.pages.copy_pages()
 
     def _forward(self, blocks: Sequence[Block]) -> Tensor:
         """Final-norm states [len(blocks) * block_size, hidden]."""
@@ -275,11 +292,13 @@ class DFlashModel:
             first = block.start - block.origin
             spans.append(Span(block.table, first, row * b, b))
             slots += [block.table.slot(first + s) for s in range(b)]
-        return self._run(
-            Rows(ids.flatten(), positions, torch.tensor(slots), self._backend.plan(spans))
+        ids, positions, flat = (
+            values.to(self.device) for values in (ids.flatten(), positions, torch.tensor(slots))
         )
+        return self.run_blocks(Rows(ids, positions, flat, self.backend.plan(spans)))
 
-    def _run(self, rows: Rows) -> Tensor:
+    def run_blocks(self, rows: Rows) -> Tensor:
+        """Final-norm states [blocks * block_size, hidden] of whole blocks one after another."""
         run, eps, attention = self.kernels, self.config.rms_eps, self._layer_attention
         residual = run.embed(rows.ids, self._embedding)
         if self._mask_vector is not None:
@@ -290,8 +309,24 @@ class DFlashModel:
             into = attention.into[index]
             projected = run.norm_linear(residual, delta, layer.input_norm, eps, into)
             queries = attention.store(index, projected, rows)
-            found = attention.found(index, self._backend.run(rows.plan, index, queries))
+            found = attention.found(index, self.backend.run(rows.plan, index, queries))
             delta = run.linear_add(found, attention.out[index], residual)
             inner = run.norm_gated(residual, delta, layer.post_norm, eps, layer.gate_up)
             delta = run.linear_add(inner, layer.down, residual)
         return run.norm(residual, delta, self._norm, eps)
+
+    def draw_slots(
+        self,
+        states: Tensor,
+        anchors: Tensor,
+        how: DrawFields,
+        drawer: DeviceDrawer,
+        chances: bool,
+    ) -> SlotDraws:
+        """Tokens of states [slots, blocks, hidden], all on the device and nothing read by the host;
+        `how` has a row for each slot and block, `anchors` int64 [blocks] stand before slot 0."""
+        logits = self.vocabulary.widen(self._head(states.flatten(0, 1)))
+        tokens = drawer.draw(logits, how)
+        sure = own_chances(logits, tokens, how.temperature) if chances else None
+        shape = states.shape[:2]
+        return SlotDraws(tokens.view(shape), None if sure is None else sure.view(shape))

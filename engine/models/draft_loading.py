@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.attention.resolution import Resolution
+from engine.block_step import BlockStepper
 from engine.default_model import resolve_model
+from engine.device import resolve_device
 from engine.errors import CheckpointError
 from engine.linear import Int8Linear, Linear
 from engine.models.config import from_hf
 from engine.models.dflash import (
-    ContextMemory,
     DFlashModel,
     DFlashOptions,
     DraftTables,
@@ -28,6 +29,7 @@ from engine.models.dflash import (
     kernels_of,
 )
 from engine.models.dflash_config import DFlashConfig
+from engine.models.draft_context import ContextMemory
 from engine.models.draft_dialects import Target, parse_draft
 from engine.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from engine.models.dspark import DSparkModel
@@ -48,12 +50,14 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft and what the handshake says about it."""
+    """A draft and what the handshake says about it. `stepper` proposes where the draft runs on
+    Triton's kernels."""
 
     model: DFlashModel
     name: str
     fingerprint: str
     target_fingerprint: str
+    stepper: BlockStepper | None = None
 
 
 class DraftTarget:
@@ -66,6 +70,7 @@ class DraftTarget:
         raw = read_json(self._directory / "config.json")
         self.model = from_hf(raw)
         self.described = Target(self.model, raw.get("architectures") or ())
+        self._embeddings: dict[torch.device, Tensor] = {}
         self._heads: dict[tuple[Any, ...], Linear] = {}
         self._shared: Linear | None = None
 
@@ -73,19 +78,20 @@ class DraftTarget:
     def fingerprint(self) -> str:
         return fingerprint(self._directory)
 
-    def _take(self, name: str) -> Tensor:
-        weights = Weights(self._directory, self._dtype)
+    def _take(self, name: str, device: torch.device) -> Tensor:
+        weights = Weights(self._directory, self._dtype, device)
         return weights.take(name, self.model.vocab_size, self.model.hidden_size)
 
-    @cached_property
-    def embedding(self) -> Tensor:
+    def embedding(self, device: torch.device) -> Tensor:
         """[vocabulary, hidden]."""
-        return self._take("model.embed_tokens.weight")
+        if device not in self._embeddings:
+            self._embeddings[device] = self._take("model.embed_tokens.weight", device)
+        return self._embeddings[device]
 
     def share(self, embedding: Tensor, head: Linear) -> None:
         """Takes those of a target in this process: the drafts read no copies. A draft that wants
         its head in other kernels packs one of its own."""
-        self.__dict__["embedding"] = embedding
+        self._embeddings[embedding.device] = embedding
         self._shared = head
 
     def head(self, vocabulary: DraftVocabulary, options: DFlashOptions) -> Linear:
@@ -93,9 +99,11 @@ class DraftTarget:
         whole = vocabulary.order is None and vocabulary.rows == self.model.vocab_size
         if self._shared is not None and whole and not options.int8_head:
             return self._shared
-        key = (vocabulary.rows, options.int8_head, kernels_of(options).mode)
+        device = options.device
+        key = (vocabulary.rows, options.int8_head, kernels_of(options).mode, device)
         if key not in self._heads:
-            weight = self.embedding if self.model.tied_head else self._take("lm_head.weight")
+            tied = self.model.tied_head
+            weight = self.embedding(device) if tied else self._take("lm_head.weight", device)
             self._heads[key] = _pack_head(vocabulary.pick(weight), options)
         return self._heads[key]
 
@@ -105,8 +113,10 @@ class _Interleaved(Weights):
     in which ours turns i and i + dim / 2. Queries and keys move alike, so their products stay.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, head_dim: int) -> None:
-        super().__init__(directory, dtype)
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device, head_dim: int
+    ) -> None:
+        super().__init__(directory, dtype, device)
         self._head_dim = head_dim
 
     def take(self, name: str, *shape: int, **options: Any) -> Tensor:
@@ -115,6 +125,12 @@ class _Interleaved(Weights):
             return tensor
         pairs = tensor.view(-1, self._head_dim // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def draft_device(requested: str, config: DFlashConfig) -> torch.device:
+    """Where a draft runs, by a device's name as in `resolve_device`. Raises BackendUnavailable."""
+    latent = "latent attention of a draft runs on the cpu only" if config.latent else ""
+    return resolve_device(requested, latent)
 
 
 def load_draft(
@@ -143,13 +159,15 @@ def build_draft(
     kind = DSparkModel if method == "dspark" else DFlashModel
     model = kind(config, draft, tables, options, attention, memory)
     draft.finish()
-    return LoadedDraft(model, checkpoint.name, fingerprint(checkpoint), target.fingerprint)
+    stepper = BlockStepper(model) if model.kernels.mode == "triton" else None
+    names = checkpoint.name, fingerprint(checkpoint), target.fingerprint
+    return LoadedDraft(model, *names, stepper)
 
 
 def _open(checkpoint: Path, config: DFlashConfig, options: DFlashOptions) -> Weights:
     if config.rope_interleaved and config.latent is None:
-        return _Interleaved(checkpoint, options.weight_dtype, config.head_dim)
-    return Weights(checkpoint, options.weight_dtype)
+        return _Interleaved(checkpoint, options.weight_dtype, options.device, config.head_dim)
+    return Weights(checkpoint, options.weight_dtype, options.device)
 
 
 def _tables(
@@ -167,7 +185,7 @@ def _tables(
     if "embed_tokens.weight" in draft or foreign:
         embedding = draft.take("embed_tokens.weight", config.vocab_size, config.hidden_size)
     else:
-        embedding = target.embedding
+        embedding = target.embedding(options.device)
     if own in draft or trimmed or foreign:
         weight = draft.take(own, config.draft_vocab_size, config.hidden_size)
         head = _pack_head(vocabulary.pick(weight), options)

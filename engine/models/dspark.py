@@ -8,15 +8,24 @@ W1[x_{k-1}]]). The body, its context and its pages are those of DFlash.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.resolution import Resolution
-from engine.models.dflash import Block, ContextMemory, DFlashModel, DFlashOptions, DraftTables
+from engine.device_draw import DeviceDrawer, DrawFields
+from engine.models.dflash import (
+    Block,
+    DFlashModel,
+    DFlashOptions,
+    DraftTables,
+    SlotDraws,
+    own_chances,
+)
 from engine.models.dflash_config import DFlashConfig
+from engine.models.draft_context import ContextMemory
 from engine.models.markov import MarkovHead
 from engine.weights import Weights
 
@@ -52,7 +61,7 @@ class DSparkModel(DFlashModel):
         self._confidence: tuple[Tensor, Tensor] | None = None
         if config.confidence is not None:
             weight = draft.take("confidence_head.proj.weight", 1, config.confidence_width).float()
-            name, bias = "confidence_head.proj.bias", torch.zeros(1)
+            name, bias = "confidence_head.proj.bias", torch.zeros(1, device=draft.device)
             self._confidence = weight, draft.take(name, 1).float() if name in draft else bias
 
     @torch.inference_mode()
@@ -64,23 +73,50 @@ class DSparkModel(DFlashModel):
         count = self.max_draft_tokens if count is None else count
         states = self.states(blocks, count)
         base = self._head(states.flatten(0, 1)).view(len(blocks), count, -1)
-        previous = torch.tensor([block.anchor for block in blocks])
-        rows, tokens, logits = [], [], []
+        anchors = torch.tensor([block.anchor for block in blocks], device=self.device)
+        before, logits = [anchors], []
         state = self._markov.begin(len(blocks))
         for slot in range(count):
-            step = self._markov.step(previous, states[:, slot], state)
-            corrected = self.vocabulary.widen(base[:, slot] + step.bias)
-            previous, state = draw(slot, corrected), step.state
-            rows.append(step.row)
-            tokens.append(previous)
-            logits.append(corrected)
-        confidence = self._accepted(states, torch.stack(rows, 1))
-        return Proposals(torch.stack(tokens, 1), torch.stack(logits, 1), confidence)
+            own = base[:, slot]
+            state = self._markov.correct(own, before[-1], states[:, slot], state)
+            logits.append(self.vocabulary.widen(own))
+            before.append(draw(slot, logits[-1]))
+        confidence = self._accepted(states, torch.stack(before[:-1], 1))
+        return Proposals(torch.stack(before[1:], 1), torch.stack(logits, 1), confidence)
 
-    def _accepted(self, states: Tensor, rows: Tensor) -> Tensor | None:
-        """What the confidence head says, from states and the Markov rows of the tokens before."""
+    def _accepted(self, states: Tensor, before: Tensor) -> Tensor | None:
+        """What the confidence head says [...], from states [..., hidden] and the tokens before."""
         if self._confidence is None or self.config.confidence is None:
             return None
-        with_markov = self.config.confidence.with_markov
-        features = torch.cat((states, rows), -1) if with_markov else states
+        features = states.float()
+        if self.config.confidence.with_markov:
+            features = torch.cat((features, self._markov.rows(before)), -1)
         return F.linear(features, *self._confidence)[..., 0].sigmoid()
+
+    def draw_slots(
+        self,
+        states: Tensor,
+        anchors: Tensor,
+        how: DrawFields,
+        drawer: DeviceDrawer,
+        chances: bool,
+    ) -> SlotDraws:
+        """Slot by slot; the chances are those of the confidence head where there is one."""
+        slots, blocks = states.shape[:2]
+        base = self._head(states.flatten(0, 1)).view(slots, blocks, -1)
+        asked = chances and self._confidence is None
+        before, own = [anchors], []
+        state = self._markov.begin(blocks)
+        for slot in range(slots):
+            state = self._markov.correct(base[slot], before[-1], states[slot], state)
+            logits, rows = self.vocabulary.widen(base[slot]), _of_slot(how, slot, blocks)
+            before.append(drawer.draw(logits, rows))
+            if asked:
+                own.append(own_chances(logits, before[-1], rows.temperature))
+        sure = torch.stack(own) if asked else self._accepted(states, torch.stack(before[:-1]))
+        return SlotDraws(torch.stack(before[1:]), sure)
+
+
+def _of_slot(how: DrawFields, slot: int, blocks: int) -> DrawFields:
+    rows = slice(slot * blocks, (slot + 1) * blocks)
+    return DrawFields(*(getattr(how, field.name)[rows] for field in fields(how)))

@@ -70,7 +70,7 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     rope_kv_write: Callable[..., None]
     gumbel_argmax: Callable[..., Tensor]
-    # Draw and filters in one, nothing read by the host; see `device_draw`.
+    # (logits, DrawRows, out=): draw and filters in one, nothing read by the host.
     draw: Callable[..., Tensor] | None = None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -91,6 +91,23 @@ class Kernels:
     ) -> Tensor:
         return linear(self.norm(residual, delta, weight, eps))
 
+    def norm_qkv_store(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        linear: Linear,
+        shape: QkvShape,
+        norms: HeadNorms | None,
+        rope: RopeTables,
+        rows: Rows,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """`norm_linear`, then `store` of that."""
+        qkv = self.norm_linear(residual, delta, weight, eps, linear)
+        return self.store(qkv, shape, norms, eps, rope, rows, cache)
+
     def norm_gated(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear
     ) -> Tensor:
@@ -100,6 +117,11 @@ class Kernels:
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor | None:
         """residual += linear(x), or the delta that is to be added."""
         return linear(x)
+
+    def lookup_add(self, table: Tensor, ids: Tensor, linear: Linear, into: Tensor) -> None:
+        """into fp32 [rows, out_features] += linear(table[ids]), in place; table [any, in_features],
+        ids int64 [rows]."""
+        into += linear(table[ids].float())
 
     def head(
         self,

@@ -11,8 +11,6 @@ rnn      [a; c; o] = J [s; w; h] + j: W2 tanh(o), and s becomes sigmoid(a) * s +
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,16 +21,6 @@ from engine.models.layers import Kernels
 from engine.weights import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class MarkovStep:
-    """bias fp32 [blocks, head rows]; row fp32 [blocks, rank], W1 of the token before; state fp32
-    [blocks, rank], for the next slot."""
-
-    bias: Tensor
-    row: Tensor
-    state: Tensor
-
-
 class MarkovHead:
     """W1 [target vocabulary, rank] is indexed by the target's ids; W2 has the head's rows."""
 
@@ -40,6 +28,7 @@ class MarkovHead:
         self, config: DFlashConfig, draft: Weights, vocabulary: DraftVocabulary, kernels: Kernels
     ) -> None:
         assert config.markov is not None
+        self._kernels = kernels
         self.kind, rank = config.markov.kind, config.markov.rank
         self.rank, hidden = rank, config.hidden_size
         self._w1 = draft.take("markov_head.markov_w1.weight", config.vocab_size, rank)
@@ -55,19 +44,27 @@ class MarkovHead:
         """The state before the first slot."""
         return torch.zeros(blocks, self.rank, device=self._w1.device)
 
-    def step(self, previous: Tensor, hidden: Tensor, state: Tensor) -> MarkovStep:
-        """`previous` int64 [blocks] holds ids of the target, `hidden` fp32 [blocks, hidden]."""
-        row = self._w1[previous].float()
+    def rows(self, previous: Tensor) -> Tensor:
+        """W1 of ids of the target, fp32 [..., rank]."""
+        return self._w1[previous].float()
+
+    def correct(self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
+        """Adds to a slot's logits fp32 [blocks, head rows], in place, what follows from the tokens
+        `previous` int64 [blocks] and the slot's states `hidden` [blocks, hidden]. Returns the state
+        fp32 [blocks, rank] for the next slot."""
         if self._joint is None:
-            return MarkovStep(self._w2(row), row, state)
+            self._kernels.lookup_add(self._w1, previous, self._w2, logits)
+            return state
+        row, hidden = self.rows(previous), hidden.float()
         if self.kind == "gated":
             gate = F.linear(torch.cat((hidden, row), -1), *self._joint).sigmoid()
-            return MarkovStep(self._w2(gate * row), row, state)
+            logits += self._w2(gate * row)
+            return state
         joint = F.linear(torch.cat((state, row, hidden), -1), *self._joint)
         keep, candidate, out = joint.chunk(3, -1)
         keep = keep.sigmoid()
-        state = keep * state + (1 - keep) * candidate.tanh()
-        return MarkovStep(self._w2(out.tanh()), row, state)
+        logits += self._w2(out.tanh())
+        return keep * state + (1 - keep) * candidate.tanh()
 
 
 def _linear(draft: Weights, name: str, rows: int, width: int) -> tuple[Tensor, Tensor]:

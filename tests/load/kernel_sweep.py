@@ -50,7 +50,8 @@ def runner(job: Job, tile: Tile, weights: list[torch.Tensor]) -> Any:
     role, n, k = job
     fused = role != "add" and k <= FUSED_NORM_DEPTH
     x = normal(ROWS, k, dtype=torch.float32 if fused else torch.bfloat16)
-    norm = (normal(k, dtype=torch.float32), EPS) if fused else None
+    scales = normal(ROWS, dtype=torch.float32)
+    norm = gemm.Norm(normal(k, dtype=torch.float32), scales, EPS, False) if fused else None
     inner = n // 2 if role == "gated" else n
     out = normal(ROWS, inner, dtype=torch.float32 if role == "add" else torch.bfloat16)
 
@@ -90,7 +91,7 @@ def run_sweep() -> list[dict[str, Any]]:
                 continue
             timed.append((us, tile))
         timed.sort(key=lambda pair: pair[0])
-        own = tile_of(n // 2 if role == "gated" else n, k, torch.bfloat16)
+        own = tile_of(n // 2 if role == "gated" else n, k, torch.bfloat16, role != "add")
         now = next((us for us, tile in timed if tile == own), None)
         print(f"{role} {n} x {k}: now {own} {now and round(now, 2)}", flush=True)
         for us, tile in timed[:SHOWN]:

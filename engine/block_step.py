@@ -1,0 +1,179 @@
+"""Blocks of a draft on a GPU: one copy in, one launch sequence or CUDA graph, one copy out.
+
+A graph stands for `batch` blocks of which `count` slots propose; the blocks beyond the call's own
+write into the scratch page and are not read. A backend whose metadata has no fixed form is planned
+anew every time and never captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.api import Proposed, Sampling
+from engine.attention.base import DeviceAttention, Span
+from engine.batch import slots_of
+from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawFields, write_draws
+from engine.graphs import StepGraphs
+from engine.models.dflash import Block, DFlashModel, SlotDraws
+from engine.models.layers import Rows
+from engine.sampling import Draw
+from engine.step_words import StepWords
+
+# Shapes of the graphs: a call takes the smallest that holds it.
+_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+_COUNTS = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`k` tokens behind the anchor of a block."""
+
+    block: Block
+    sampling: Sampling
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """int32 [1 or 2, batch, count]: tokens, and the bits of their chances. The plan owns memory
+    that a graph works in, so it lives as long."""
+
+    values: Tensor
+    plan: Any
+
+
+class BlockStepper:
+    """Proposes for the blocks of many sessions with a draft that runs Triton's kernels."""
+
+    def __init__(self, model: DFlashModel) -> None:
+        self._model, self._device = model, model.device
+        longest = min(model.config.max_positions, model.memory.longest)
+        self._pages = -(-longest // model.pool.page_tokens)
+        self._drawer = DeviceDrawer(model.kernels, self._device)
+        self._graphs: StepGraphs[_Drawn] = StepGraphs("block", model.captures)
+        self._shapes: dict[tuple[int, int], StepWords] = {}
+        self._loose = StepWords(self._device)
+        self.fixed = isinstance(model.backend, DeviceAttention)
+
+    @torch.inference_mode()
+    def run(self, wanted: Sequence[Wanted], chances: bool) -> list[Proposed]:
+        """The tokens of each block, with their chances where they are asked for or the draft gives
+        them anyway. The tables keep their lengths. Raises OutOfPages."""
+        found: list[Proposed] = []
+        for first in range(0, len(wanted), _BATCHES[-1]):
+            found += self._run(wanted[first : first + _BATCHES[-1]], chances)
+        return found
+
+    def _run(self, wanted: Sequence[Wanted], chances: bool) -> list[Proposed]:
+        self._model.reserve([own.block for own in wanted])
+        batch, count = self._shape(wanted)
+        words = self._words_of(batch, count)
+        spans = self._fill(words, wanted, batch, count)
+        loose = None if self.fixed else self._model.backend.plan(spans)
+        words.upload()
+
+        def body() -> _Drawn:
+            plan = loose
+            if isinstance(self._model.backend, DeviceAttention):
+                size = self._model.config.block_size
+                attention = words.device("attention")
+                plan = self._model.backend.view(attention, batch, self._pages, size)
+            return _Drawn(_packed(self._forward(words, plan, batch, count, chances)), plan)
+
+        drawn = self._graphs.run((batch, count, chances), body)
+        return _proposals(drawn.values.cpu(), wanted)
+
+    def _forward(
+        self, words: StepWords, plan: Any, batch: int, count: int, chances: bool
+    ) -> SlotDraws:
+        model, first = self._model, self._model.first_slot
+        ids = words.device("ids")
+        states = model.run_blocks(
+            Rows(ids, words.device("positions"), words.device("slots"), plan)
+        ).view(batch, model.config.block_size, -1)
+        by_slot = states[:, first : first + count].transpose(0, 1).contiguous()
+        anchors = ids.view(batch, -1)[:, 0].to(torch.int64, copy=True).contiguous()
+        how = DrawFields.of(words.device("draws"))
+        return model.draw_slots(by_slot, anchors, how, self._drawer, chances)
+
+    # -- the words of a call ---------------------------------------------------------------------
+
+    def _shape(self, wanted: Sequence[Wanted]) -> tuple[int, int]:
+        widest, most = max(own.k for own in wanted), self._model.max_draft_tokens
+        count = min(next((c for c in _COUNTS if c >= widest), most), most)
+        if not self.fixed:
+            return len(wanted), count
+        return next(size for size in _BATCHES if size >= len(wanted)), count
+
+    def _words_of(self, batch: int, count: int) -> StepWords:
+        if not self.fixed:
+            self._lay_out(self._loose, batch, count)
+            return self._loose
+        words = self._shapes.get((batch, count))
+        if words is None:
+            words = self._shapes[batch, count] = StepWords(self._device)
+            self._lay_out(words, batch, count)
+        return words
+
+    def _lay_out(self, words: StepWords, batch: int, count: int) -> None:
+        rows, attention = batch * self._model.config.block_size, 0
+        if isinstance(self._model.backend, DeviceAttention):
+            attention = self._model.backend.words(batch, rows, self._pages)
+        words.layout(
+            ids=rows,
+            positions=rows,
+            slots=rows,
+            draws=DRAW_WORDS * batch * count,
+            attention=attention,
+        )
+
+    def _fill(
+        self, words: StepWords, wanted: Sequence[Wanted], batch: int, count: int
+    ) -> list[Span]:
+        config, page = self._model.config, self._model.pool.page_tokens
+        size = config.block_size
+        ids, positions, slots = (
+            words.host(name).reshape(batch, size) for name in ("ids", "positions", "slots")
+        )
+        ids.fill(config.mask_token_id)
+        positions.fill(0)
+        slots.fill(self._model.memory.scratch_slot)
+        spans: list[Span] = []
+        draws: list[tuple[int, Draw]] = []
+        for row, own in enumerate(wanted):
+            block, first = own.block, own.block.start - own.block.origin
+            ids[row, 0] = block.anchor
+            positions[row] = range(block.start, block.start + size)
+            slots[row] = slots_of(block.table.pages, page, first, size)
+            spans.append(Span(block.table, first, row * size, size))
+            if own.sampling.temperature > 0:  # the others draw greedily anyway
+                draws += [
+                    (slot * batch + row, Draw(own.sampling, block.start + 1 + slot))
+                    for slot in range(own.k)
+                ]
+        write_draws(words.host("draws"), batch * count, draws)
+        if isinstance(self._model.backend, DeviceAttention):
+            self._model.backend.fill(words.host("attention"), spans, batch, self._pages)
+        return spans
+
+
+def _packed(drawn: SlotDraws) -> Tensor:
+    parts = [drawn.tokens.T.int()]
+    if drawn.chances is not None:
+        parts.append(drawn.chances.T.contiguous().view(torch.int32))
+    return torch.stack(parts)
+
+
+def _proposals(values: Tensor, wanted: Sequence[Wanted]) -> list[Proposed]:
+    values = values[:, : len(wanted)]
+    ids = values[0].tolist()
+    chances = values[1].view(torch.float32).tolist() if len(values) > 1 else [[]] * len(wanted)
+    return [
+        Proposed(tuple(tokens[: own.k]), tuple(sure[: own.k]))
+        for own, tokens, sure in zip(wanted, ids, chances, strict=True)
+    ]

@@ -1,0 +1,296 @@
+"""Block drafts on a GPU: checks, times of a proposal and of a context write.
+
+python -m tests.load.bench_gpu_draft [--check] [--time] [--target DIR or .gguf] [--tiny]
+
+Without --check and --time both are done. Checked: graphs equal launches, a session alone equals one
+among others, fp32 Triton equals fp32 torch token for token, and how often bf16 does. The shipped
+drafts run over the default target where it is installed or named, and over random weights of its
+shape otherwise. --tiny does the checks on random small drafts, under the interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_svc.loading import DEFAULT_DRAFT, DEFAULT_DSPARK
+from draft_svc.methods.base import Draft
+from draft_svc.methods.dflash import DFlashMethod
+from draft_svc.methods.dspark import DSparkMethod
+from engine.api import Sampling
+from engine.block_step import Wanted
+from engine.errors import CheckpointError
+from engine.models.dflash import Block, DFlashModel, DFlashOptions
+from engine.models.draft_context import ContextRows
+from engine.models.draft_loading import DraftTarget, load_draft
+
+FP32: dict[str, Any] = {"weight_dtype": torch.float32}
+CONTEXT = 512
+SAMPLINGS = (
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.9, seed=5, choice=1, top_p=0.9, top_k=50),
+    Sampling(temperature=0.7, seed=2**63 + 9, min_p=0.02),
+    Sampling(temperature=1.0, seed=77),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A draft's checkpoint and its target's, and where they run."""
+
+    name: str
+    method: str
+    draft: Path
+    target: str
+    device: torch.device
+    pages: int
+
+    def load(self, **options: Any) -> DFlashMethod:
+        chosen: dict[str, Any] = {"kernels": "triton", "attention_backend": "TRITON_ATTN"}
+        chosen |= {"device": self.device, "page_count": self.pages}
+        wanted = DFlashOptions(**chosen | options)
+        target = DraftTarget(self.target, wanted.weight_dtype)
+        kind = DSparkMethod if self.method == "dspark" else DFlashMethod
+        return kind(
+            load_draft(self.draft, target, wanted, self.method),
+            max_draft_tokens=64,
+            max_length=None,
+            tokenizer_hash="",
+            confidences=True,
+        )
+
+
+def rows(model: DFlashModel, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, model.config.row_width, generator=generator).bfloat16()
+
+
+def sessions(model: DFlashModel, lengths: Sequence[int]) -> list[Wanted]:
+    """Blocks behind random contexts, one way to draw after another."""
+    found = []
+    for index, length in enumerate(lengths):
+        table = model.pool.allocate(0)
+        model.write_context(table, 0, rows(model, length, index))
+        block = Block(table, 5 + 31 * index % 40, length)
+        k = max(1, model.max_draft_tokens - index % 3)
+        found.append(Wanted(block, SAMPLINGS[index % len(SAMPLINGS)], k))
+    return found
+
+
+def free(wanted: Sequence[Wanted]) -> None:
+    for own in wanted:
+        own.block.table.free()  # type: ignore[union-attr]
+
+
+def equal(found: Sequence[Draft], expected: Sequence[Draft]) -> str:
+    pairs = [
+        p for a, b in zip(found, expected, strict=True) for p in zip(a.ids, b.ids, strict=True)
+    ]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)} tokens"
+
+
+def check(setup: Setup, lengths: Sequence[int]) -> dict[str, object]:
+    graphs, eager = setup.load(), setup.load(cuda_graph_mode="NONE")
+    report = graphs._model.attention
+    found: dict[str, object] = {"attention": f"{report.chosen}, graphs {report.graph_mode}"}
+    own = {id(m): sessions(m._model, lengths) for m in (graphs, eager)}
+    expected = eager.draft(own[id(eager)])
+    for again in ("captured", "replayed"):
+        found[f"graphs equal launches, {again}"] = graphs.draft(own[id(graphs)]) == expected
+    alone = [graphs.draft([wanted])[0] for wanted in own[id(graphs)]]
+    found["alone equals among others"] = [a.ids for a in alone] == [b.ids for b in expected]
+    found["graphs equal launches after other shapes"] = graphs.draft(own[id(graphs)]) == expected
+    plain = setup.load(**FP32, kernels="torch", attention_backend="TORCH_SDPA")
+    fused = setup.load(**FP32, kernels="triton", attention_backend="TRITON_ATTN")
+    exact = plain.draft(sessions(plain._model, lengths))
+    full = fused.draft(sessions(fused._model, lengths))
+    found["fp32 Triton equals fp32 torch"] = equal(full, exact)
+    gaps = [
+        abs(a - b)
+        for one, other in zip(full, exact, strict=True)
+        for a, b, x, y in zip(one.confidences, other.confidences, one.ids, other.ids, strict=True)
+        if x == y
+    ]
+    found["fp32 Triton's chances differ by at most"] = f"{max(gaps, default=0.0):.1e}"
+    found["bf16 Triton equals fp32 torch"] = equal(expected, exact)
+    return found
+
+
+def median_ms(run: Callable[[], object], repeats: int = 30) -> float:
+    spent = []
+    for _ in range(repeats + 5):
+        began = time.perf_counter()
+        run()
+        spent.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(spent[5:])
+
+
+def times(setup: Setup) -> None:
+    for mode, options in (("graphs", {}), ("launches", {"cuda_graph_mode": "NONE"})):
+        method = setup.load(**options)
+        method._confidences = False
+        for count in (1, 8, 32, 128):
+            wanted = sessions(method._model, [CONTEXT] * count)
+            greedy = [Wanted(own.block, SAMPLINGS[0], own.k) for own in wanted]
+            for kind, asked in (("greedy", greedy), ("mixed", wanted)):
+                spent = median_ms(partial(method.draft, asked))
+                print(f"{setup.name}  {mode}, {count} sessions, {kind}: {spent:.3f} ms", flush=True)
+            free(wanted)
+
+
+def write_again(model: DFlashModel, writes: Sequence[ContextRows]) -> None:
+    for write in writes:
+        write.table.truncate(0)
+    model.write_contexts(writes)
+    torch.cuda.synchronize()
+
+
+def write_times(setup: Setup) -> None:
+    model = setup.load()._model
+    for count, each in ((1, 1), (1, 8), (32, 4), (128, 4), (1, 512)):
+        tables = [model.pool.allocate(0) for _ in range(count)]
+        given = [rows(model, each, n) for n in range(count)]
+
+        writes = [ContextRows(t, 0, own) for t, own in zip(tables, given, strict=True)]
+        spent = median_ms(partial(write_again, model, writes))
+        print(
+            f"{setup.name}  context of {count} sessions x {each} rows: {spent:.3f} ms", flush=True
+        )
+        for table in tables:
+            table.free()
+
+
+def other_backends(setup: Setup) -> None:
+    for name in ("FLASHINFER", "FLASH_ATTN", "TORCH_SDPA"):
+        attempt(f"{setup.name} {name}", partial(other_backend, setup, name))
+
+
+def other_backend(setup: Setup, name: str) -> None:
+    method, usual = setup.load(attention_backend=name), setup.load()
+    found, expected = (m.draft(sessions(m._model, [40, 300, 9])) for m in (method, usual))
+    notes = "; ".join(method._model.attention.notes)
+    print(f"{setup.name}  {name}: {equal(found, expected)} as TRITON_ATTN; {notes}", flush=True)
+
+
+FAILED: list[str] = []
+
+
+def attempt(name: str, run: Callable[[], None]) -> None:
+    try:
+        run()
+    except Exception:  # the other cases are still worth their lines
+        FAILED.append(name)
+        print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
+
+
+def checked(setup: Setup, lengths: Sequence[int]) -> None:
+    for name, value in check(setup, lengths).items():
+        print(f"{setup.name}  {name}: {value}", flush=True)
+        if value is False:
+            FAILED.append(f"{setup.name} {name}")
+
+
+def random_target(directory: Path, shape: dict[str, Any]) -> None:
+    """As much of a Llama as a draft reads."""
+    directory.mkdir()
+    hidden, vocab = shape["hidden_size"], shape["vocab_size"]
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": shape["intermediate_size"], "vocab_size": vocab,
+        "num_hidden_layers": shape["num_target_layers"], "num_attention_heads": 9,
+        "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 2, "hidden_act": "silu",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    embedding = torch.randn(vocab, hidden) / hidden**0.5
+    save_file({"model.embed_tokens.weight": embedding.bfloat16()}, directory / "model.safetensors")
+
+
+def random_draft(shipped: Path, directory: Path) -> None:
+    """The shape of a shipped draft."""
+    directory.mkdir()
+    state = load_file(shipped / "model.safetensors")
+    for name, tensor in state.items():
+        fresh = torch.randn(tensor.shape) / tensor.shape[-1] ** 0.5
+        state[name] = (fresh if tensor.dim() > 1 else 1 + fresh).to(tensor.dtype)
+    save_file(state, directory / "model.safetensors")
+    (directory / "config.json").write_text((shipped / "config.json").read_text())
+
+
+def real_setups(folder: Path, target: str) -> list[Setup]:
+    device = torch.device("cuda", 0)
+    torch.manual_seed(3)
+    shape = json.loads((DEFAULT_DRAFT / "config.json").read_text())
+    random_target(folder / "target", shape)
+    found = []
+    for method, shipped in (("dflash", DEFAULT_DRAFT), ("dspark", DEFAULT_DSPARK)):
+        random_draft(shipped, folder / method)
+        own = folder / method, str(folder / "target"), device, 8192
+        found.append(Setup(f"random {method}", method, *own))
+        try:
+            DraftTarget(target)
+            own = shipped, target, device, 8192
+        except CheckpointError as error:
+            print(f"random embedding: {error}")
+            own = shipped, str(folder / "target"), device, 8192
+        found.append(Setup(f"shipped {method}", method, *own))
+    return found
+
+
+def tiny_setups(folder: Path) -> list[Setup]:
+    from tests.engine.test_dialects import CASES
+    from tests.engine.tiny import write_llama
+
+    write_llama(folder / "target")
+    cases = {"zlab": "dflash", "deepspec": "dspark"}
+    for name in cases:
+        CASES[name].write(folder / name, folder / "target")
+    place = str(folder / "target"), torch.device("cpu"), 64
+    return [Setup(name, method, folder / name, *place) for name, method in cases.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for flag in ("--check", "--time", "--tiny"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--target", default="default")
+    options = parser.parse_args()
+    both = options.check == options.time
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        setups = tiny_setups(folder) if options.tiny else real_setups(folder, options.target)
+        lengths = (3, 9, 14) if options.tiny else (3, 700, 65, 1500, 17, 258, 129)
+        for setup in setups:
+            if both or options.check:
+                attempt(setup.name, partial(checked, setup, lengths))
+            if options.tiny:
+                continue
+            if both or options.check:
+                other_backends(setup)
+            if (both or options.time) and setup.name.startswith("shipped"):
+                attempt(f"{setup.name} times", partial(times, setup))
+                attempt(f"{setup.name} writes", partial(write_times, setup))
+            torch.cuda.empty_cache()
+    print("failed: " + ", ".join(FAILED) if FAILED else "all checks passed")
+
+
+if __name__ == "__main__":
+    main()
