@@ -163,7 +163,7 @@ class Loop:
         base = self.net.logits(states.reshape(-1, states.shape[-1]))
         base = base.view(*states.shape[:2], -1)
         if self._markov is None:
-            return self._draw(base, gumbel)
+            return self._draw(base, None if gumbel is None else gumbel[:, : self.k])
         w1, w2 = self._markov
         chosen, previous = [], anchors
         for step in range(self.k):
