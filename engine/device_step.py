@@ -21,9 +21,9 @@ from engine.block_words import BlockWords
 from engine.choose import Chosen, choose, draws_of, matched, plain
 from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawRows, write_draws
 from engine.graphs import StepGraphs
-from engine.kv.cache import KVCache
+from engine.kv.cache import PagedCache
+from engine.models.family import Model
 from engine.models.layers import Rows
-from engine.models.llama import LlamaModel
 from engine.sampling import Draw, filters
 from engine.step_words import StepWords
 from engine.stepper import Ran
@@ -48,15 +48,15 @@ class DeviceStepper:
 
     def __init__(
         self,
-        model: LlamaModel,
-        cache: KVCache,
+        model: Model,
+        cache: PagedCache,
         backend: AttentionBackend,
         max_length: int,
         scratch_slot: int,
         graphs: bool,
     ) -> None:
         self._model, self._cache, self._backend = model, cache, backend
-        self._device, self._scratch_slot = cache.k[0].device, scratch_slot
+        self._device, self._scratch_slot = cache.device, scratch_slot
         self._pages = -(-max_length // cache.geometry.page_tokens)
         self._graphs: StepGraphs[_Outputs] = StepGraphs("step", graphs)
         self._shapes: dict[tuple[int, int], BlockWords] = {}

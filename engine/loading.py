@@ -23,11 +23,11 @@ from engine.device import (
 )
 from engine.device_step import DeviceStepper
 from engine.errors import SettingRefused
-from engine.kv.cache import CacheGeometry, KVCache, PagedCache
+from engine.kv.cache import CacheGeometry, PagedCache
+from engine.linear import Mode
 from engine.models.config import ModelConfig, from_hf
 from engine.models.family import build_cache, build_model, cache_geometry, latent_of
 from engine.models.kernel_sets import kernels_for
-from engine.models.llama import LlamaModel
 from engine.runner import NativeEngine
 from engine.tokenizer import check_vocabulary, read_document
 from engine.weights import Weights, fingerprint, read_json
@@ -44,7 +44,7 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
         torch.set_num_threads(config.threads)
     source = resolve_model(config.model)
     model_config = from_hf(read_json(source.directory / "config.json"))
-    device = resolve_device(config.device, _no_gpu(model_config, drafter))
+    device = resolve_device(config.device, _no_gpu(drafter))
     mode = kernel_mode(config.kernels, device)
     document = read_document(source.directory)
     check_vocabulary(document, model_config.vocab_size)
@@ -63,6 +63,7 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
         query_tokens=config.exact_width if config.role == "target" else 1,
         device=device,
         dtype=activation_dtype(mode, config.dtype),
+        uncapturable=_uncapturable(model_config, mode),
     )
     # Nothing after this sees "auto".
     config = replace(config, kv_dtype=attention.geometry.dtype)
@@ -94,7 +95,6 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
     )
     stepper: DeviceStepper | None = None
     if device.type == "cuda" or mode == "triton":
-        assert isinstance(model, LlamaModel) and isinstance(cache, KVCache)
         graphs = attention.graphs.decode == "FULL"
         scratch_slot = (cache.page_count - 1) * config.page_tokens
         stepper = DeviceStepper(model, cache, backend, limit, scratch_slot, graphs)
@@ -105,11 +105,16 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
     return engine
 
 
-def _no_gpu(model: ModelConfig, drafter: Drafter | None) -> str:
+def _no_gpu(drafter: Drafter | None) -> str:
     """Why this runs on the CPU only; "" where it does not."""
-    if drafter is not None:
-        return "co-located drafts run on the cpu only"
-    return "" if model.latent is None else "latent attention runs on the cpu only"
+    return "co-located drafts run on the cpu only" if drafter is not None else ""
+
+
+def _uncapturable(model: ModelConfig, mode: Mode) -> str:
+    """Why no CUDA graph can hold a step of this model; "" where one can."""
+    if model.experts is None or mode == "triton":
+        return ""
+    return f"kernels {mode!r} choose the experts that run on the host"
 
 
 def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:

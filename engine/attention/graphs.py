@@ -57,6 +57,8 @@ def impossible(mode: str, request: Request, device: DeviceProfile, level: GraphL
         return ""
     if device.capability is None:
         return "no CUDA graphs on the cpu"
+    if request.uncapturable:
+        return request.uncapturable
     whole = request.role == "draft" and request.method in BLOCK_DRAFTERS
     if request.engine == "native" and mode != "FULL_DECODE_ONLY" and not (whole and mode == "FULL"):
         return "the native engine captures steps of one width only (FULL_DECODE_ONLY)"

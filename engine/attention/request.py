@@ -106,6 +106,7 @@ class Request:
                       parallelism (None: as much as dcp needs)
     kv_sharded        whether dcp spreads this model's KV over the ranks; None: a target's and a
                       latent draft's is spread, a dense draft keeps its own on every rank
+    uncapturable      why no CUDA graph can hold a step of the model, whatever its attention; or ""
     state_blocks      blocks of recurrent state, where a model has some; `max_requests` at once
     """
 
@@ -119,6 +120,7 @@ class Request:
     kv_group: KVGroup = KVGroup.PRIVATE
     query_tokens: int = 1
     graph_mode: str = "auto"
+    uncapturable: str = ""
     dcp: int = 1
     tp: int | None = None
     kv_sharded: bool | None = None

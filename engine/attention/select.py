@@ -92,13 +92,15 @@ def resolve_attention(
     dtype: str = "",
     target: Resolution | None = None,
     group: KVGroup | None = None,
+    uncapturable: str = "",
 ) -> Resolution:
     """Resolves before any weight is read. Raises AttentionRefused with every candidate's reasons.
 
     `target` is that of the target whose page tables a draft shares; `group` None takes the kind of
     KV group that the two models' attention allows. `dtype` is that of the
     activations, and what `kv_dtype` auto becomes: without it fp32 on the CPU and bf16 on a GPU.
-    `native` matters on the CPU only. With `latent` attention `head_dim` is what is cached.
+    `native` matters on the CPU only. `uncapturable`: why no CUDA graph can hold the model's steps.
+    With `latent` attention `head_dim` is what is cached.
     """
     where = torch.device(device)
     on_gpu = where.type == "cuda"
@@ -121,6 +123,7 @@ def resolve_attention(
         page_tokens=options.page_tokens,
         query_tokens=query_tokens,
         graph_mode=options.cuda_graph_mode,
+        uncapturable=uncapturable,
         engine="native",
     )
     if target is not None:

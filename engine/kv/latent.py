@@ -131,11 +131,11 @@ class LatentCache(PagedCache):
         self.latent = [self.data[layer] for layer in range(geometry.layers)]
 
     def write(self, layer: int, latent: Tensor, slots: Tensor) -> None:
-        """Stores float [rows, width] at flat slots [rows] (int64)."""
+        """Stores float [rows, width] at flat slots [rows] (integers)."""
         store = self.latent[layer].view(-1, self.latent[layer].shape[-1])
         if self.quantised:
             latent = pack_fp8(latent, self.geometry.rank, self.geometry.rope)
-        store.index_copy_(0, slots, latent.to(store.dtype))
+        store.index_copy_(0, slots.long(), latent.to(store.dtype))
 
     def parts(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Latent values, scales and keys that turn, as views [pages, page_tokens, ...]; a plain

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.kv.latent import LatentCache
 from engine.models.config import ModelConfig
-from engine.models.experts import Experts
+from engine.models.experts import Experts, experts_for
 from engine.models.layers import Kernels, Mlp, RopeTables, Rows, norm_weight
 from engine.models.llama import Taps, load_head
 from engine.models.mla import LatentProjections
@@ -33,7 +33,8 @@ class DeepseekLayer:
         )
         self.mlp: Mlp | Experts
         if c.experts is not None and index >= c.experts.first_layer:
-            self.mlp = Experts(weights, f"{prefix}.mlp", hidden, c.experts, kernels, c.mlp_bias)
+            kind = experts_for(kernels)
+            self.mlp = kind(weights, f"{prefix}.mlp", hidden, c.experts, kernels, c.mlp_bias)
         else:
             inner = c.intermediate_size
             self.mlp = Mlp(weights, f"{prefix}.mlp", hidden, inner, kernels, c.mlp_bias)
@@ -43,9 +44,6 @@ class DeepseekLayer:
 
 class DeepseekModel:
     """Weights and the forward. The caller owns pages, slots and the attention plan."""
-
-    # Products by head run in torch, whose kernels vary with the number of rows.
-    rows_independent = False
 
     def __init__(
         self,
@@ -69,11 +67,9 @@ class DeepseekModel:
         self.rope = RopeTables(cos.to(weights.device), sin.to(weights.device))
 
     @property
-    def uncapturable(self) -> str:
-        """Why a step cannot be captured in a CUDA graph; empty where it can."""
-        if self.config.experts is None:
-            return ""
-        return "which experts run is decided on the host"
+    def rows_independent(self) -> bool:
+        """Products by head are Triton's, or torch's, which vary with the number of rows."""
+        return self.kernels.mode == "triton"
 
     def forward(
         self,
@@ -108,7 +104,7 @@ class DeepseekModel:
     def _mlp(self, layer: DeepseekLayer, residual: Tensor, delta: Tensor | None) -> Tensor | None:
         run, eps, weight = self.kernels, self.config.rms_eps, layer.mlp_norm
         if isinstance(layer.mlp, Experts):
-            return layer.mlp(run.norm(residual, delta, weight, eps))
+            return layer.mlp.add(residual, delta, weight, eps)
         inner = run.norm_gated(residual, delta, weight, eps, layer.mlp.gate_up)
         return run.linear_add(inner, layer.mlp.down, residual)
 

@@ -21,17 +21,49 @@ from engine.weights import Weights
 _EPS = 1e-6
 
 
-class HeadProducts:
-    """A product of its own for each head: [rows, heads, inner] -> [rows, heads, outer]."""
+class Absorbed:
+    """A product of its own for each head on both sides of the attention, and the queries' turn."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight` [heads, inner, outer]."""
-        # Activations are fp32 on the CPU; a GPU keeps the weight as it is.
-        self._weight = (weight.float() if weight.is_cpu else weight).contiguous()
+    def __init__(self, into: Tensor, out: Tensor) -> None:
+        """`into` [heads, nope, rank], `out` [heads, rank, value]."""
+        # Activations are fp32 on the CPU; a GPU keeps the weights as they are.
+        self.into, self.out = (
+            (weight.float() if weight.is_cpu else weight).contiguous() for weight in (into, out)
+        )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        by_head = x.transpose(0, 1).to(self._weight.dtype)
-        return torch.bmm(by_head, self._weight).transpose(0, 1).to(x.dtype)
+    def queries(self, heads: Tensor, rope: RopeTables, positions: Tensor) -> Tensor:
+        """[rows, heads, nope + rope] -> in the latent space [rows, heads, rank + rope]."""
+        nope = self.into.shape[1]
+        turned = rotate_ref(heads[..., nope:], rope.cos[positions], rope.sin[positions])
+        inside = _by_head(heads[..., :nope], self.into)
+        return torch.cat((inside, turned.to(inside.dtype)), dim=-1)
+
+    def values(self, attended: Tensor) -> Tensor:
+        """[rows, heads, rank] -> [rows, heads * value]."""
+        return _by_head(attended, self.out).flatten(1)
+
+
+def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """[rows, heads, inner] times weight [heads, inner, outer] -> [rows, heads, outer]."""
+    by_head = x.transpose(0, 1).to(weight.dtype)
+    return torch.bmm(by_head, weight).transpose(0, 1).to(x.dtype)
+
+
+class DeviceAbsorbed(Absorbed):
+    """The same by Triton's kernels, rows independent of one another."""
+
+    def __init__(self, into: Tensor, out: Tensor) -> None:
+        self.into, self.out = into.contiguous(), out.contiguous()
+
+    def queries(self, heads: Tensor, rope: RopeTables, positions: Tensor) -> Tensor:
+        from engine.attention.kernels.latent_heads import latent_queries
+
+        return latent_queries(heads, self.into, rope.cos, rope.sin, positions)
+
+    def values(self, attended: Tensor) -> Tensor:
+        from engine.attention.kernels.latent_heads import head_values
+
+        return head_values(attended, self.out)
 
 
 def half_split(weight: Tensor, rope: int) -> Tensor:
@@ -92,8 +124,8 @@ class LatentProjections:
         self._kv_norm = norm_weight(weights, f"{prefix}.kv_a_layernorm.weight", c.rank)
         both = weights.take(f"{prefix}.kv_b_proj.weight", heads * (c.nope + c.value), c.rank)
         per_head = both.view(heads, c.nope + c.value, c.rank)
-        self._absorb_k = HeadProducts(per_head[:, : c.nope])
-        self._absorb_v = HeadProducts(per_head[:, c.nope :].transpose(1, 2))
+        kind = DeviceAbsorbed if kernels.mode == "triton" else Absorbed
+        self._absorbed = kind(per_head[:, : c.nope], per_head[:, c.nope :].transpose(1, 2))
         out = weights.take(f"{prefix}.o_proj.weight", hidden, heads * c.value)
         out_bias = weights.take(f"{prefix}.o_proj.bias", hidden) if bias else None
         self.out = kernels.pack(out, out_bias)
@@ -110,14 +142,11 @@ class LatentProjections:
         """Takes what `down` gave for the rows: writes what is cached of them, and returns their
         queries in the latent space [rows, heads, width]."""
         self.write(down[:, self._query_rows :], rope, rows.positions, rows.slots, cache, layer)
-        cos, sin = rope.cos[rows.positions], rope.sin[rows.positions]
         q = down[:, : self._query_rows]
         if self._up is not None:
             q = self._up(self._kernels.rms_norm(q.contiguous(), self._q_norm, _EPS))
         heads = q.view(-1, self.heads, self.c.nope + self.c.rope)
-        turned = rotate_ref(heads[..., self.c.nope :], cos, sin)
-        inside = self._absorb_k(heads[..., : self.c.nope])
-        return torch.cat((inside, turned.to(inside.dtype)), dim=-1)
+        return self._absorbed.queries(heads, rope, rows.positions)
 
     def write(
         self,
@@ -129,7 +158,7 @@ class LatentProjections:
         layer: int,
     ) -> None:
         """Caches what W_dkv gave for rows [rows, width], at integer positions and slots [rows]."""
-        if cache.device.type == "cuda":
+        if self._kernels.mode == "triton":
             from engine.attention.kernels.latent_store import store_latent
 
             tables = rope.cos, rope.sin
@@ -146,4 +175,4 @@ class LatentProjections:
 
     def values(self, attended: Tensor) -> Tensor:
         """What the heads found, [rows, heads, rank] -> the input of `out` [rows, heads * value]."""
-        return self._absorb_v(attended).flatten(1)
+        return self._absorbed.values(attended)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import traceback
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from engine.kernels.cpu.reference import rms_norm_ref, rotate_ref
 from engine.kv.latent import LatentCache, LatentGeometry
 from engine.kv.pool import PagePool
 from engine.models.rope import Rope, rope_tables
+from tests.engine import latent_gpu
 from tests.engine.tiny import LATENT, load_tiny, random_ids, run, write_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -239,8 +241,8 @@ def replay(layout: str) -> None:
         assert torch.equal(out[:rows], backend.run(backend.plan(moved), 0, q[:rows]))
 
 
-def main() -> None:
-    """On a GPU: the small sizes, those of DeepSeek's models, and a graph."""
+def kernels() -> None:
+    """The small sizes, those of DeepSeek's models, and a graph."""
     check_all_modes_match_fp64()
     check_layouts()
     check_rows_stand_alone()
@@ -258,5 +260,16 @@ def main() -> None:
     print("rows alone, refilled words and replays: equal")
 
 
+def main() -> int:
+    """On a GPU: the kernels, then a DeepSeek target with them."""
+    failed = 0
+    try:
+        kernels()
+    except Exception:  # the target is looked at in any case
+        failed = 1
+        traceback.print_exc()
+    return failed + latent_gpu.main()
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main() > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine import mla_checks
+from tests.engine import latent_gpu, mla_checks
 
 pytestmark = pytest.mark.gpu
 
@@ -36,3 +36,7 @@ def test_rows_stand_alone() -> None:
 def test_a_replay_equals_eager_on_another_batch(layout: str) -> None:
     """AB-10: a graph captured for 4 spans of 8 rows, replayed for 3 of other lengths."""
     mla_checks.replay(layout)
+
+
+def test_a_target() -> None:
+    assert latent_gpu.main() == 0
