@@ -273,7 +273,7 @@ async def test_rows_of_a_co_located_drafter_are_compared_by_their_taps_only() ->
 
 
 async def test_rope_and_the_id_map_are_the_drafts_own() -> None:
-    """DF-8, DF-34: its checkpoint alone decides them. Told, and never compared with the target's."""
+    """DF-8, DF-34: its checkpoint alone decides them: told, never compared with the target."""
     own = {"rope_style": "interleaved", "rope_theta": 700.0, "rope_scaling": "yarn"}
     toy = ColocatedToy(**own, d2t_hash="of its own")
     async with fleet_world(infos=[toy]) as made:

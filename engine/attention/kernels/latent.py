@@ -72,10 +72,10 @@ def _attend_latent(
         end = tl.minimum(end, last_key)
 
         at = (first_row + row)[:, None].to(tl.int64) * stride_q + head[:, None] * (RANK + ROPE)
-        mask = real[:, None] & (d[None, :] < RANK)
-        query = tl.load(q + at + d[None, :], mask=mask, other=0.0)
-        mask = real[:, None] & (r[None, :] < ROPE)
-        turned = tl.load(q + at + RANK + r[None, :], mask=mask, other=0.0)
+        still = real[:, None] & (d[None, :] < RANK)
+        query = tl.load(q + at + d[None, :], mask=still, other=0.0)
+        turning = real[:, None] & (r[None, :] < ROPE)
+        turned = tl.load(q + at + RANK + r[None, :], mask=turning, other=0.0)
         m = tl.full([M], float("-inf"), tl.float32)
         z = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, BLOCK_D], tl.float32)
@@ -92,8 +92,8 @@ def _attend_latent(
                 stride_scale_page, stride_scale_token, RANK, PACKED,
             ).to(query.dtype)  # fmt: skip
             place = page * stride_rope_page + (key % PAGE) * stride_rope_token
-            mask = inside[None, :] & (r[:, None] < ROPE)
-            key_turned = tl.load(rope + place[None, :] + r[:, None], mask=mask, other=0.0)
+            known = inside[None, :] & (r[:, None] < ROPE)
+            key_turned = tl.load(rope + place[None, :] + r[:, None], mask=known, other=0.0)
             s = _dot(query, tl.trans(latent), IEEE)
             s += _dot(turned, key_turned.to(query.dtype), IEEE)
             seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
