@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import channel_options
+from specwire.rpc import CHUNK_BYTES, channel_options
 from specwire.tensors import Rows, chunk_rows, rows_to_bytes
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 from target_svc.decode import key_to_wire
@@ -188,15 +188,27 @@ class PushStream:
 
     async def _write(self, call: Any) -> None:
         while True:
-            while not self._queue or not self._has_credit(len(self._queue[0].rows)):
+            while not (chunks := self._frame()):
                 await self._wait()
-            chunk = self._queue.popleft()
-            self._queued -= len(chunk.rows)
-            self._in_flight += len(chunk.rows)
             await call.write(
-                draft_pb2.PushFeaturesRequest(target_incarnation=self._incarnation, chunks=[chunk])
+                draft_pb2.PushFeaturesRequest(target_incarnation=self._incarnation, chunks=chunks)
             )
-            self._metrics.rows("sent", len(chunk.rows))
+            self._metrics.rows("sent", sum(len(chunk.rows) for chunk in chunks))
+
+    def _frame(self) -> list[draft_pb2.FeatureChunk]:
+        """What goes next, of all sessions in one message: as much as the draft's credit and a frame
+        have room for. They count as in flight."""
+        chunks: list[draft_pb2.FeatureChunk] = []
+        size = 0
+        while self._queue:
+            more = len(self._queue[0].rows)
+            if (chunks and size + more > CHUNK_BYTES) or not self._has_credit(more):
+                break
+            chunks.append(self._queue.popleft())
+            size += more
+            self._queued -= more
+            self._in_flight += more
+        return chunks
 
     def _has_credit(self, size: int) -> bool:
         return self._in_flight == 0 or self._in_flight + size <= self._window

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from specwire.errors import Reason
+from specwire.rpc import CHUNK_BYTES
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
 from target_svc import features
 from target_svc.features import _allowed
+from target_svc.metrics import Metrics
 from target_svc.rows import RowHistory
 from target_svc.settings import TargetSettings
 from tests.service.target_harness import (
@@ -251,3 +253,19 @@ def test_kept_rows_hold_no_more_memory_than_their_own() -> None:
     assert [int(rows[0, 0]) for rows in kept] == list(range(8))
     owners = [rows if rows.base is None else rows.base for rows in kept]
     assert sum(owner.nbytes for owner in owners) == 8 * 8
+
+
+async def test_rows_of_many_sessions_share_a_frame() -> None:
+    """As many chunks as a frame and the draft's credit have room for; one at least goes."""
+    settings = TargetSettings(push_window_bytes=CHUNK_BYTES + 300)
+    metrics = Metrics()
+    stream = features.PushStream("unix:/nowhere", settings, 1, metrics)
+    sizes = [100, 200, CHUNK_BYTES - 300, 200, 300, 100]
+    for number, size in enumerate(sizes):
+        stream.put(draft_pb2.FeatureChunk(step_id=number, rows=bytes(size)))
+    assert [len(c.rows) for c in stream._frame()] == sizes[:3]
+    assert [len(c.rows) for c in stream._frame()] == [200]  # the next would exceed the credit
+    assert stream._frame() == []
+    stream._in_flight = 0
+    assert [c.step_id for c in stream._frame()] == [4, 5]
+    await stream.close()
