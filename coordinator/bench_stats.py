@@ -123,7 +123,6 @@ def _summary(runs: Sequence[PromptRun], plain: Sequence[PromptRun] | None) -> di
         "draft_tokens": sum(map(sum, (run.drafted for run in runs))),
         "phase_ms": {name: sum(r.phase_ms.get(name, 0.0) for r in runs) for name in phases},
         "outside_ms_p50": outside_ms_p50(runs),
-        "outside_ms_mean": _mean_ms([us for run in runs for us in run.outside_us]),
         "prompts": len(runs),
         "identical": identical,
         "divergences": divergences,
@@ -142,10 +141,6 @@ def _compare(
 
 def _rate(tokens: int, elapsed_ms: float) -> float | None:
     return tokens / elapsed_ms * 1e3 if elapsed_ms > 0 else None
-
-
-def _mean_ms(times_us: Sequence[int]) -> float | None:
-    return statistics.fmean(times_us) / 1e3 if times_us else None
 
 
 def outside_ms_p50(runs: Iterable[PromptRun]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -273,8 +274,8 @@ async def test_rows_of_a_co_located_drafter_are_compared_by_their_taps_only() ->
 
 
 async def test_rope_and_the_id_map_are_the_drafts_own() -> None:
-    """DF-8, DF-34: its checkpoint alone decides them: told, never compared with the target."""
-    own = {"rope_style": "interleaved", "rope_theta": 700.0, "rope_scaling": "yarn"}
+    """DF-8, DF-34: its checkpoint alone decides them. They are told, and never compared."""
+    own: dict[str, Any] = {"rope_style": "interleaved", "rope_theta": 700.0}
     toy = ColocatedToy(**own, d2t_hash="of its own")
     async with fleet_world(infos=[toy]) as made:
         assert (await made.generate(method="toy")).acceptance.accepted_tokens > 0

@@ -47,7 +47,6 @@ KEYS = {
     "tau_without_loops",
     "decoded_tokens",
     "draft_tokens",
-    "outside_ms_mean",
     "acceptance_by_position",
     "rounds",
     "phase_ms",
