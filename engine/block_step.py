@@ -17,11 +17,12 @@ from torch import Tensor
 from engine.api import Proposed, Sampling
 from engine.attention.base import DeviceAttention, Span
 from engine.batch import slots_of
-from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawFields, write_draws
+from engine.device_draw import DeviceDrawer
+from engine.draw_rows import DRAW_WORDS, DrawRows, DrawWords
 from engine.graphs import StepGraphs
 from engine.models.dflash import Block, DFlashModel, SlotDraws
 from engine.models.layers import Rows
-from engine.sampling import Draw
+from engine.sampling import filters
 from engine.step_words import StepWords
 
 # Shapes of the graphs: a call takes the smallest that holds it.
@@ -72,6 +73,7 @@ class BlockStepper:
     def _run(self, wanted: Sequence[Wanted], chances: bool) -> list[Proposed]:
         self._model.reserve([own.block for own in wanted])
         batch, count = self._shape(wanted)
+        filtered = any(filters(own.sampling) for own in wanted)
         words = self._words_of(batch, count)
         spans = self._fill(words, wanted, batch, count)
         loose = None if self.fixed else self._model.backend.plan(spans)
@@ -83,23 +85,21 @@ class BlockStepper:
                 size = self._model.config.block_size
                 attention = words.device("attention")
                 plan = self._model.backend.view(attention, batch, self._pages, size)
-            return _Drawn(_packed(self._forward(words, plan, batch, count, chances)), plan)
+            states, anchors = self._states(words, plan, batch, count)
+            how = DrawRows.of(words.device("draws"), filtered)
+            found = self._model.draw_slots(states, anchors, how, self._drawer, chances)
+            return _Drawn(_packed(found), plan)
 
-        drawn = self._graphs.run((batch, count, chances), body)
+        drawn = self._graphs.run((batch, count, filtered, chances), body)
         return _proposals(drawn.values.cpu(), wanted)
 
-    def _forward(
-        self, words: StepWords, plan: Any, batch: int, count: int, chances: bool
-    ) -> SlotDraws:
+    def _states(self, words: StepWords, plan: Any, batch: int, count: int) -> tuple[Tensor, Tensor]:
+        """Final states [batch, count, hidden] of the slots that propose; anchors int64 [batch]."""
         model, first = self._model, self._model.first_slot
-        ids = words.device("ids")
-        states = model.run_blocks(
-            Rows(ids, words.device("positions"), words.device("slots"), plan)
-        ).view(batch, model.config.block_size, -1)
-        by_slot = states[:, first : first + count].transpose(0, 1).contiguous()
-        anchors = ids.view(batch, -1)[:, 0].to(torch.int64, copy=True).contiguous()
-        how = DrawFields.of(words.device("draws"))
-        return model.draw_slots(by_slot, anchors, how, self._drawer, chances)
+        ids = words.device("ids").view(batch, -1)
+        rows = Rows(ids.flatten(), words.device("positions"), words.device("slots"), plan)
+        states = model.run_blocks(rows).view(*ids.shape, -1)[:, first : first + count]
+        return states, ids[:, 0].to(torch.int64)
 
     # -- the words of a call ---------------------------------------------------------------------
 
@@ -128,9 +128,13 @@ class BlockStepper:
             ids=rows,
             positions=rows,
             slots=rows,
-            draws=DRAW_WORDS * batch * count,
+            draws=DRAW_WORDS * batch * self._draws_of(count),
             attention=attention,
         )
+
+    def _draws_of(self, count: int) -> int:
+        """Rows of draws for each block."""
+        return 1 if self._model.slot_by_slot else count
 
     def _fill(
         self, words: StepWords, wanted: Sequence[Wanted], batch: int, count: int
@@ -144,28 +148,25 @@ class BlockStepper:
         positions.fill(0)
         slots.fill(self._model.memory.scratch_slot)
         spans: list[Span] = []
-        draws: list[tuple[int, Draw]] = []
+        each = self._draws_of(count)
+        draws = DrawWords(words.host("draws"), batch * each)
+        draws.clear()
         for row, own in enumerate(wanted):
             block, first = own.block, own.block.start - own.block.origin
             ids[row, 0] = block.anchor
             positions[row] = range(block.start, block.start + size)
             slots[row] = slots_of(block.table.pages, page, first, size)
             spans.append(Span(block.table, first, row * size, size))
-            if own.sampling.temperature > 0:  # the others draw greedily anyway
-                draws += [
-                    (slot * batch + row, Draw(own.sampling, block.start + 1 + slot))
-                    for slot in range(own.k)
-                ]
-        write_draws(words.host("draws"), batch * count, draws)
+            draws.write(row * each, min(own.k, each), own.sampling, block.start + 1)
         if isinstance(self._model.backend, DeviceAttention):
             self._model.backend.fill(words.host("attention"), spans, batch, self._pages)
         return spans
 
 
 def _packed(drawn: SlotDraws) -> Tensor:
-    parts = [drawn.tokens.T.int()]
+    parts = [drawn.tokens.int()]
     if drawn.chances is not None:
-        parts.append(drawn.chances.T.contiguous().view(torch.int32))
+        parts.append(drawn.chances.view(torch.int32))
     return torch.stack(parts)
 
 

@@ -29,11 +29,13 @@ class DeviceDrawer:
         """Whether `draw` may be called: without it rows are drawn through the host."""
         return self._kernels.draw is not None
 
-    def draw(self, logits: Tensor, how: DrawRows, out: Tensor | None = None) -> Tensor:
-        """Tokens int64 [rows] of logits fp32 [rows, vocab], in `out` where it is given. Nothing is
-        read by the host."""
+    def draw(
+        self, logits: Tensor, how: DrawRows, out: Tensor | None = None, shift: int = 0
+    ) -> Tensor:
+        """Tokens int64 [rows] of logits fp32 [rows, vocab], in `out` where it is given, `shift`
+        positions behind those of `how`. Nothing is read by the host."""
         assert self._kernels.draw is not None
-        return self._kernels.draw(logits, how, out=out)
+        return self._kernels.draw(logits, how, shift=shift, out=out)
 
     def __call__(
         self, logits: Tensor, draws: Sequence[Draw], margins: bool

@@ -21,7 +21,8 @@ from engine.attention.resolution import Resolution
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.batch import slots_of
 from engine.device import activation_dtype, kernel_mode
-from engine.device_draw import DeviceDrawer, DrawFields
+from engine.device_draw import DeviceDrawer
+from engine.draw_rows import DrawRows
 from engine.errors import BackendUnavailable
 from engine.kv.pool import PageTable, TableView
 from engine.linear import Linear
@@ -133,7 +134,7 @@ def kernels_of(options: DFlashOptions) -> Kernels:
 
 @dataclass(frozen=True, slots=True)
 class SlotDraws:
-    """tokens int64 [slots, blocks]; chances fp32 [slots, blocks] that each is accepted once those
+    """tokens int64 [blocks, slots]; chances fp32 [blocks, slots] that each is accepted once those
     before it are, or None."""
 
     tokens: Tensor
@@ -149,7 +150,10 @@ def own_chances(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
 
 
 class DFlashModel:
-    """A loaded draft, in pages of its own or of its target. One thread calls it."""
+    """A loaded draft, in pages of its own or of its target. One thread calls it. `slot_by_slot`
+    says whether a slot's draw depends on the one before it."""
+
+    slot_by_slot = False
 
     def __init__(
         self,
@@ -306,9 +310,7 @@ class DFlashModel:
             blocks[:, 1:] = self._mask_vector
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            into = attention.into[index]
-            projected = run.norm_linear(residual, delta, layer.input_norm, eps, into)
-            queries = attention.store(index, projected, rows)
+            queries = attention.enter(index, residual, delta, layer.input_norm, rows)
             found = attention.found(index, self.backend.run(rows.plan, index, queries))
             delta = run.linear_add(found, attention.out[index], residual)
             inner = run.norm_gated(residual, delta, layer.post_norm, eps, layer.gate_up)
@@ -316,15 +318,11 @@ class DFlashModel:
         return run.norm(residual, delta, self._norm, eps)
 
     def draw_slots(
-        self,
-        states: Tensor,
-        anchors: Tensor,
-        how: DrawFields,
-        drawer: DeviceDrawer,
-        chances: bool,
+        self, states: Tensor, anchors: Tensor, how: DrawRows, drawer: DeviceDrawer, chances: bool
     ) -> SlotDraws:
-        """Tokens of states [slots, blocks, hidden], all on the device and nothing read by the host;
-        `how` has a row for each slot and block, `anchors` int64 [blocks] stand before slot 0."""
+        """Tokens of states [blocks, slots, hidden], all on the device and nothing read by the host.
+        `anchors` int64 [blocks] stand before slot 0. `how` has a row for each block and slot or,
+        where the draft draws `slot_by_slot`, for each block's slot 0."""
         logits = self.vocabulary.widen(self._head(states.flatten(0, 1)))
         tokens = drawer.draw(logits, how)
         sure = own_chances(logits, tokens, how.temperature) if chances else None

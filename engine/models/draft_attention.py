@@ -22,15 +22,17 @@ from engine.weights import Weights
 
 
 class DraftAttention(ABC):
-    """Weights of all layers, and where their KV goes. In a layer: `into` of the normed stream,
-    `store`, the backend, `found`, then `out`."""
+    """Weights of all layers, and where their KV goes. In a layer: `enter`, the backend, `found`,
+    then `out`."""
 
-    into: list[Linear]
     out: list[Linear]
 
     @abstractmethod
-    def store(self, layer: int, projected: Tensor, rows: Rows) -> Tensor:
-        """Writes what `into` gave for the rows at their slots; the queries for the backend."""
+    def enter(
+        self, layer: int, residual: Tensor, delta: Tensor | None, norm: Tensor, rows: Rows
+    ) -> Tensor:
+        """Adds `delta` to the stream and projects the norm of that: writes keys and values at the
+        rows' slots. The queries for the backend."""
 
     @abstractmethod
     def found(self, layer: int, attended: Tensor) -> Tensor:
@@ -64,7 +66,8 @@ class HeadDraftAttention(DraftAttention):
         self._kernels, self._cache, self._eps = kernels, cache, c.rms_eps
         self._shape = QkvShape(c.heads, c.kv_heads, c.head_dim)
         self._rope = _tables(c, c.head_dim, draft)
-        self.into, self.out = [], []
+        self._into: list[Linear] = []
+        self.out = []
         self._norms: list[HeadNorms] = []
         context: list[Tensor] = []
         d, q, kv = c.hidden_size, self._shape.query, self._shape.kv
@@ -73,7 +76,7 @@ class HeadDraftAttention(DraftAttention):
             w_q = draft.take(f"{prefix}.q_proj.weight", q, d)
             both = [draft.take(f"{prefix}.{name}_proj.weight", kv, d) for name in ("k", "v")]
             context.append(torch.cat(both))
-            self.into.append(kernels.pack(torch.cat((w_q, context[-1]))))
+            self._into.append(kernels.pack(torch.cat((w_q, context[-1]))))
             self.out.append(kernels.pack(draft.take(f"{prefix}.o_proj.weight", d, q)))
             self._norms.append(
                 (
@@ -84,11 +87,14 @@ class HeadDraftAttention(DraftAttention):
         self._context = kernels.pack(torch.cat(context))
         self._k_norms = torch.stack([k_norm for _, k_norm in self._norms])
 
-    def store(self, layer: int, projected: Tensor, rows: Rows) -> Tensor:
+    def enter(
+        self, layer: int, residual: Tensor, delta: Tensor | None, norm: Tensor, rows: Rows
+    ) -> Tensor:
         pages = self._cache.k[layer], self._cache.v[layer]
-        return self._kernels.store(
-            projected, self._shape, self._norms[layer], self._eps, self._rope, rows, pages
-        )
+        return self._kernels.norm_qkv_store(
+            residual, delta, norm, self._eps, self._into[layer], self._shape, self._norms[layer],
+            self._rope, rows, pages,
+        )  # fmt: skip
 
     def found(self, layer: int, attended: Tensor) -> Tensor:
         return attended.flatten(1)
@@ -109,20 +115,24 @@ class LatentDraftAttention(DraftAttention):
     ) -> None:
         latent = c.latent
         assert latent is not None
-        self._cache, self._width = cache, latent.width
+        self._kernels, self._cache, self._eps = kernels, cache, c.rms_eps
+        self._width = latent.width
         self._rope = _tables(c, latent.rope, draft)
         prefixes = [f"layers.{index}.self_attn" for index in range(c.layer_count)]
         self._layers = [
             LatentProjections(draft, prefix, latent, c.heads, c.hidden_size, kernels)
             for prefix in prefixes
         ]
-        self.into = [layer.down for layer in self._layers]
         self.out = [layer.out for layer in self._layers]
         downs = [take_down(draft, prefix, latent, c.hidden_size)[0] for prefix in prefixes]
         self._context = kernels.pack(torch.cat(downs))
 
-    def store(self, layer: int, projected: Tensor, rows: Rows) -> Tensor:
-        return self._layers[layer].store(projected, self._rope, rows, self._cache, layer)
+    def enter(
+        self, layer: int, residual: Tensor, delta: Tensor | None, norm: Tensor, rows: Rows
+    ) -> Tensor:
+        own = self._layers[layer]
+        projected = self._kernels.norm_linear(residual, delta, norm, self._eps, own.down)
+        return own.store(projected, self._rope, rows, self._cache, layer)
 
     def found(self, layer: int, attended: Tensor) -> Tensor:
         return self._layers[layer].values(attended)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,17 +53,12 @@ class RowUpload:
 
     def __init__(self, device: torch.device) -> None:
         self._words = StepWords(device)
-        self._copied: Any = None
-        if device.type == "cuda":
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def __call__(
         self, writes: Sequence[ContextRows], positions: Sequence[int], slots: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """On the device: rows [n, row_width] as they came, int32 positions and slots [n]. They are
         overwritten by the next call."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy before reads the same memory
         count, width, dtype = len(slots), writes[0].rows.shape[1], writes[0].rows.dtype
         values, words = count * width, self._words
         words.layout(rows=-(-values * dtype.itemsize // 4), positions=count, slots=count)
@@ -75,7 +69,5 @@ class RowUpload:
             out=torch.from_numpy(words.host("rows")).view(dtype)[:values].view(count, width),
         )
         words.upload()
-        if self._copied is not None:
-            self._copied.record()
         rows = words.device("rows").view(dtype)[:values].view(count, width)
         return rows, words.device("positions"), words.device("slots")

@@ -8,14 +8,15 @@ W1[x_{k-1}]]). The body, its context and its pages are those of DFlash.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.resolution import Resolution
-from engine.device_draw import DeviceDrawer, DrawFields
+from engine.device_draw import DeviceDrawer
+from engine.draw_rows import DrawRows
 from engine.models.dflash import (
     Block,
     DFlashModel,
@@ -46,6 +47,8 @@ class Proposals:
 
 class DSparkModel(DFlashModel):
     """A loaded draft. `propose_logits` gives base logits; `propose` walks the Markov head."""
+
+    slot_by_slot = True
 
     def __init__(
         self,
@@ -94,29 +97,20 @@ class DSparkModel(DFlashModel):
         return F.linear(features, *self._confidence)[..., 0].sigmoid()
 
     def draw_slots(
-        self,
-        states: Tensor,
-        anchors: Tensor,
-        how: DrawFields,
-        drawer: DeviceDrawer,
-        chances: bool,
+        self, states: Tensor, anchors: Tensor, how: DrawRows, drawer: DeviceDrawer, chances: bool
     ) -> SlotDraws:
-        """Slot by slot; the chances are those of the confidence head where there is one."""
-        slots, blocks = states.shape[:2]
-        base = self._head(states.flatten(0, 1)).view(slots, blocks, -1)
-        asked = chances and self._confidence is None
-        before, own = [anchors], []
-        state = self._markov.begin(blocks)
+        """From left to right; the chances are those of the confidence head where there is one."""
+        blocks, slots = states.shape[:2]
+        by_slot = states.transpose(0, 1).contiguous()
+        base = self._head(by_slot.flatten(0, 1)).view(slots, blocks, -1)
+        tokens = torch.empty(slots + 1, blocks, dtype=torch.int64, device=base.device)
+        tokens[0] = anchors
+        own, state = [], self._markov.begin(blocks)
         for slot in range(slots):
-            state = self._markov.correct(base[slot], before[-1], states[slot], state)
-            logits, rows = self.vocabulary.widen(base[slot]), _of_slot(how, slot, blocks)
-            before.append(drawer.draw(logits, rows))
-            if asked:
-                own.append(own_chances(logits, before[-1], rows.temperature))
-        sure = torch.stack(own) if asked else self._accepted(states, torch.stack(before[:-1]))
-        return SlotDraws(torch.stack(before[1:]), sure)
-
-
-def _of_slot(how: DrawFields, slot: int, blocks: int) -> DrawFields:
-    rows = slice(slot * blocks, (slot + 1) * blocks)
-    return DrawFields(*(getattr(how, field.name)[rows] for field in fields(how)))
+            state = self._markov.correct(base[slot], tokens[slot], by_slot[slot], state)
+            logits = self.vocabulary.widen(base[slot])
+            drawer.draw(logits, how, out=tokens[slot + 1], shift=slot)
+            if chances and self._confidence is None:
+                own.append(own_chances(logits, tokens[slot + 1], how.temperature))
+        before, drawn = tokens[:-1].T, tokens[1:].T
+        return SlotDraws(drawn, torch.stack(own, 1) if own else self._accepted(states, before))

@@ -19,7 +19,6 @@ CHECKS = (
         "filters",
         "draw words",
         "accept",
-        "walk",
         "rows independent",
         "wide head",
     ),

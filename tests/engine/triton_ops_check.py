@@ -324,20 +324,6 @@ def check_accept() -> None:
     print("accept: ok")
 
 
-def check_walk() -> None:
-    blocks, slots, vocab, rank = 3, 4, 90, 16
-    base, w1, w2 = rand(blocks, slots, vocab), rand(vocab, rank), rand(vocab, rank)
-    rows, anchors = settings(blocks), ints([8, 0, 89], torch.int32)
-    before, wanted, corrected = anchors.long(), [], base.clone()
-    for slot in range(slots):
-        corrected[:, slot] += w1[before] @ w2.T
-        before = ints(ref.draw_ref(corrected[:, slot], rows, shift=slot))
-        wanted.append(before)
-    tokens = ops.walk(base, w1, w2, anchors, rows)
-    assert torch.equal(tokens, torch.stack(wanted, 1)), (tokens, wanted)
-    close("walk", base, corrected, 1e-5)
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -359,4 +345,3 @@ if __name__ == "__main__":
     check_filters()
     check_draw_words()
     check_accept()
-    check_walk()

@@ -20,7 +20,6 @@ from engine.kernels.triton.gemm import (  # noqa: E402
 from engine.kernels.triton.norm import embed, rms_norm  # noqa: E402
 from engine.kernels.triton.qkv import norm_qkv_store  # noqa: E402
 from engine.kernels.triton.store import context_store, qkv_store  # noqa: E402
-from engine.kernels.triton.walk import walk  # noqa: E402
 
 __all__ = [
     "DrawRows",
@@ -37,5 +36,4 @@ __all__ = [
     "qkv_store",
     "rms_norm",
     "use_dependent_launch",
-    "walk",
 ]
