@@ -59,7 +59,8 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a loaded model is. `fingerprint` covers config and weights; `numerics` covers device,
-    build, dtypes and kernels."""
+    build, dtypes and kernels. `loose`: steps in which no item is `exact` may run other kernels, so
+    that their KV has other bits."""
 
     name: str
     fingerprint: str
@@ -71,6 +72,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     device: str
     dtype: str
+    loose: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -27,6 +28,8 @@ from engine.models.layers import Rows
 from engine.sampling import draw
 from engine.tap_export import LateRows
 
+_ANY_ROWS = 1 << 30
+
 
 class NativeEngine:
     """Implements engine.api.Engine. One thread calls it."""
@@ -44,7 +47,9 @@ class NativeEngine:
     ) -> None:
         """`beside` are the caches of other KV groups under the same page tables."""
         self._config, self._model, self._cache, self._backend = config, model, cache, backend
-        self._report, self._info, self._stepper = report, info, stepper
+        self._report, self._stepper = report, stepper
+        loose = stepper is not None and model.kernels.loose(_ANY_ROWS) is not None
+        self._info = replace(info, loose=loose)
         # The last page of the cache belongs to no session: padding rows write there.
         self._pool = PagePool(cache.page_count - 1, config.page_tokens)
         self._memory = PagedGroups(self._pool, {TARGET_GROUP: cache, **beside})

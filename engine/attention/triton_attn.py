@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import DeviceAttention, LayerMode, Span
-from engine.attention.kernels import paged
+from engine.attention.kernels import paged, parts
 from engine.attention.kernels.schedule import FEW_ROWS, HEADER, Schedule, Tiles, tiles_for
 from engine.kv.cache import KVCache, PagedCache
 
@@ -103,17 +103,17 @@ class TritonPaged(DeviceAttention):
         keys = pages_per_span * self.cache.geometry.page_tokens
         records = schedule.records(len(words), span_capacity, pages_per_span)
         tiles = span_capacity * schedule.tiles_of(width) if width else records
-        parts = min(records, schedule.slots) if keys > self.tiles.keys else 0
-        sums, parted, arrived = self._partial_results(parts)
+        partial = min(records, schedule.slots) if keys > self.tiles.keys else 0
+        sums, parted, arrived = self._partial_results(partial)
         return TritonPlan(
             words=words,
             table_at=HEADER,
             items_at=HEADER + span_capacity * pages_per_span,
             pages_per_span=pages_per_span,
             programs=max(1, min(records, schedule.programs)),
-            tiles=tiles if parts else 0,
+            tiles=tiles if partial else 0,
             whole=schedule.whole(span_capacity, width, keys, records),
-            finish=FEW_ROWS if parts and 0 < width * schedule.group <= FEW_ROWS else 0,
+            finish=FEW_ROWS if partial and 0 < width * schedule.group <= FEW_ROWS else 0,
             sums=sums,
             parts=parted,
             arrived=arrived,
@@ -153,7 +153,7 @@ class TritonPaged(DeviceAttention):
             rows = self._combined_rows(plan)
             programs = max(1, min(plan.tiles, self._schedule.programs))
             kv_heads = self.cache.geometry.kv_heads
-            paged._combine[(kv_heads, self.tiles.rows // rows, programs)](
+            parts._combine[(kv_heads, self.tiles.rows // rows, programs)](
                 out, logs, plan.sums, plan.parts, plan.words, len(plan.words), window,
                 R=rows, num_warps=4, **fixed,
             )  # fmt: skip

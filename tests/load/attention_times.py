@@ -214,7 +214,10 @@ def run(only: str, page: int) -> dict[str, Any]:
         rows.append(asdict(point) | {"floor_us": floor, "us": found, "over_best": ratio})
         del setting
         torch.cuda.empty_cache()
-    print(f"ours/best: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
+    if ratios:
+        print(f"ours/best: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
+    else:
+        print(f"no shape has {only!r} in its name; there are {[shape.name for shape in SHAPES]}")
     versions = {"device": names[0], "torch": names[1], "cuda": names[2], "bytes_per_s": rate}
     return versions | {"page_tokens": page, "points": rows}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ async def test_pages_of_dependent_rows_are_hit_by_whole_chunks_only() -> None:
 
 
 async def test_exact_and_fast_pages_do_not_mix_where_rows_depend() -> None:
-    for engine, expect in ((dependent(), 0), (ToyEngine(), 64)):
+    loose = ToyEngine()
+    loose.info = replace(loose.info, loose=True)
+    for engine, expect in ((dependent(), 0), (ToyEngine(), 64), (loose, 0)):
         async with target(engine) as service:
             peer = service.peer()
             assert await cached(peer, PROMPT, 1, exactness=FAST) == 0
