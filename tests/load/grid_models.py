@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 BLOCK = 8
 # Wide enough for every backend's head sizes and pages, small enough for a CPU.
 LATENT: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 128,
     "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 96,
     "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1,
@@ -26,7 +26,7 @@ LATENT: dict[str, Any] = {
 
 
 DENSE: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1,
     "max_position_embeddings": 1024, "rope_theta": 10000.0,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -80,12 +80,12 @@ def write_draft(
 def write_dense_pair(folder: Path) -> int:
     """`target` and `draft` in the folder; the vocabulary's size."""
     write_target(folder / "target", "llama", DENSE)
-    write_draft(folder / "draft", DENSE, (4, 2, 32), (0, 2))
+    write_draft(folder / "draft", DENSE, (4, 2, 32), (0, 1))
     return int(DENSE["vocab_size"])
 
 
 def write_latent_pair(folder: Path) -> int:
     """The same with a DeepSeek target."""
     write_target(folder / "target", "deepseek_v3", LATENT)
-    write_draft(folder / "draft", LATENT, (4, 2, 64), (0, 2))
+    write_draft(folder / "draft", LATENT, (4, 2, 64), (0, 1))
     return int(LATENT["vocab_size"])

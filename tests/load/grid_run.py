@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from coordinator.local import Child
 from specwire.client import AsyncClient
@@ -71,36 +72,37 @@ class Row:
 
 
 def run_grid(grid: Grid, say: Say) -> list[Row]:
+    """All services start side by side; then one pair after the other has the machine."""
     rows: list[Row] = []
     with Services(grid.start_s, grid.environment) as services:
-        drafts = dict(_started(services, "draft_svc", grid.drafts, say))
+        begun = [
+            [(side.name, services.begin(module, f"{module[0]}{at}", side.flags))
+             for at, side in enumerate(sides)]
+            for module, sides in (("draft_svc", grid.drafts), ("target_svc", grid.targets))
+        ]  # fmt: skip
+        drafts, targets = (dict(_ready(services, started, say)) for started in begun)
         first: tuple[str, Texts] | None = None
-        for side in grid.targets:
-            ((_, target),) = _started(services, "target_svc", [side], say)
+        for name, target in targets.items():
             if isinstance(target, str):
-                rows.append(Row(side.name, "-", f"refused: {target}"))
+                rows.append(Row(name, "-", f"refused: {target}"))
                 say(line(rows[-1]))
                 continue
-            alone, texts = _pair(services, grid, side.name, target, "none", None, None)
+            alone, texts = _pair(services, grid, name, target, "none", None, None)
             if texts is not None and first is not None:
                 other = _difference(services, grid, target, texts, first[1])
-                say(f"{side.name} against {first[0]}, both without a draft: {other or 'identical'}")
-            first = first or (None if texts is None else (side.name, texts))
-            for row in (alone, *_drafted(services, grid, side.name, target, drafts, texts)):
+                say(f"{name} against {first[0]}, both without a draft: {other or 'identical'}")
+            first = first or (None if texts is None else (name, texts))
+            paired = _drafted(services, grid, name, target, drafts, texts)
+            for row in chain((alone,), paired):
                 say(line(row))
                 rows.append(row)
-            services.stop(target)
     return rows
 
 
-def _started(
-    services: Services, module: str, sides: Sequence[Side], say: Say
+def _ready(
+    services: Services, begun: Sequence[tuple[str, Child]], say: Say
 ) -> Iterator[tuple[str, Child | str]]:
-    """Side by side; the reason where one cannot be had."""
-    begun = [
-        (side.name, services.begin(module, f"{module[0]}{time.monotonic_ns()}", side.flags))
-        for side in sides
-    ]
+    """Those that serve; the reason where one cannot be had."""
     for name, child in begun:
         try:
             yield name, services.ready(child)

@@ -129,8 +129,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--targets", default=",".join(BACKENDS), help="backends, by commas")
     made.add_argument("--drafts", default=",".join(BACKENDS), help="backends, by commas")
     made.add_argument("--parts", default="dense,reports,latent", help="what to run, by commas")
-    made.add_argument("--prompts", type=int, default=4)
-    made.add_argument("--tokens", type=int, default=64, help="of each answer")
+    made.add_argument("--prompts", type=int, default=3)
+    made.add_argument("--tokens", type=int, default=48, help="of each answer")
     made.add_argument("--k", type=int, default=7, help="draft tokens a round")
     made.add_argument("--wait-ms", type=int, default=2000, help="patience with slow drafts")
     return made

@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.tiles import ROWS, Tile, fitted, tile_of
+from engine.kernels.triton.tiles import ROWS, Tile, fitted
 
 # The interpreter multiplies bf16 as if it were integers.
 _WIDEN = os.environ.get("TRITON_INTERPRET") == "1"
+_FP32 = Tile(n=16, k=32, warps=4, stages=2)
+_TILE = Tile(n=32, k=128, warps=4, stages=4)
 _PAIRS = 64  # pairs, and tiles, that the grouping program takes at once
 
 
@@ -231,7 +233,7 @@ def _launch(x: Tensor, groups: Groups, weight: Tensor, out: Tensor, top: int, ga
     n, k = out.shape[1], weight.shape[2]
     assert x.shape[1] == k and weight.shape[1] == n * (1 + gated) and weight.is_contiguous()
     assert x.stride(1) == 1 and out.is_contiguous()
-    tile: Tile = fitted(tile_of(n, k, weight.dtype), x.dtype, weight.dtype, gated)
+    tile = fitted(_FP32 if weight.dtype == torch.float32 else _TILE, x.dtype, weight.dtype, gated)
     _product[(len(groups.tiles), triton.cdiv(n, tile.n))](
         x, groups.order, groups.tiles, weight, out, x.stride(0), top, n, k, gated, ROWS, tile.n,
         tile.k, _WIDEN, num_warps=tile.warps, num_stages=tile.stages,
