@@ -94,7 +94,8 @@ class Item:
              tokens
     taps     layers whose outputs are returned as rows (0-based, before any final norm), strictly
              increasing
-    exact    keep the result independent of batch mates and of k (levels L2/L3)
+    exact    keep the result independent of batch mates and of k (levels L2/L3); a step in which
+             no item asks for it may run other kernels
     context  the session's committed tokens, the ids of this item that are no drafts included;
              `context[prompt_len:]` is the output so far. Read only where `sampling` needs it
     logprobs alternatives per drawn token; None: none are computed
@@ -156,8 +157,8 @@ class Engine(Protocol):
 
     @property
     def rows_independent(self) -> bool:
-        """True when a row's result does not depend on the rows beside it (checked at start):
-        `exact` then costs nothing."""
+        """True when a row of an `exact` step does not depend on the rows beside it (checked at
+        start): `exact` then needs no padding, no grid and no step of its own."""
         ...
 
     def allocate(self, length: int) -> PageTable:

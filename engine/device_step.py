@@ -23,7 +23,7 @@ from engine.colocated import Beside
 from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawRows, write_draws
 from engine.graphs import StepGraphs
 from engine.kv.cache import KVCache
-from engine.models.layers import Rows
+from engine.models.layers import Kernels, Rows
 from engine.models.llama import LlamaModel
 from engine.sampling import Draw, filters
 from engine.step_words import StepWords
@@ -85,7 +85,10 @@ class DeviceStepper:
         packed = pack(items, self._cache.geometry.page_tokens, minimum, self._scratch_slot)
         draws = [draw for item in items for draw in draws_of(item)]
         at_once = self._drawer.fused and all(plain(item) for item in items)
-        logits, tap_rows = self._run_packed(packed, draws if at_once else (), taps, tap_dtype)
+        kernels = self._kernels_of(items, len(packed.ids))
+        logits, tap_rows = self._run_packed(
+            packed, draws if at_once else (), taps, tap_dtype, kernels
+        )
         written = _written(beside, packed.placed, taps, tap_rows, self._words)
         late = LateRows(tap_rows) if tap_rows is not None else None
         if tap_dtype is torch.bfloat16:  # else somebody still computes with them
@@ -103,10 +106,19 @@ class DeviceStepper:
         self, packed: Packed, taps: tuple[int, ...], tap_dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         """See `NativeEngine.forward`."""
-        return self._run_packed(packed, (), taps, tap_dtype)
+        return self._run_packed(packed, (), taps, tap_dtype, None)
+
+    def _kernels_of(self, items: Sequence[Item], rows: int) -> Kernels | None:
+        """None: the model's own."""
+        return None if any(item.exact for item in items) else self._model.kernels.loose(rows)
 
     def _run_packed(
-        self, packed: Packed, draws: Sequence[Draw], taps: tuple[int, ...], tap_dtype: torch.dtype
+        self,
+        packed: Packed,
+        draws: Sequence[Draw],
+        taps: tuple[int, ...],
+        tap_dtype: torch.dtype,
+        kernels: Kernels | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Logits of the rows that draw and the taps of all; `draws` are sent along."""
         count, words, spans = len(packed.ids), self._words, packed.spans
@@ -132,7 +144,7 @@ class DeviceStepper:
             plan = backend.view(words.device("attention"), len(spans), pages, 0)
         else:
             plan = self._backend.plan(spans)
-        rows = _rows(words, plan)
+        rows = _rows(words, plan, kernels)
         wanted = words.device("draw_rows") if packed.draw_rows else None
         return self._launch(rows, wanted, taps, tap_dtype)
 
@@ -174,10 +186,11 @@ class DeviceStepper:
     ) -> Ran:
         placed = words.fill(items)
         filtered = any(filters(item.sampling) for item in items)
+        kernels = self._kernels_of(items, words.rows)
 
         def body() -> _Outputs:
             every = words.device("draw_rows")
-            rows = _rows(words, words.plan())
+            rows = _rows(words, words.plan(), kernels)
             logits, tap_rows = self._launch(rows, every, taps, torch.bfloat16)
             assert logits is not None
             if self._drawer.fused:
@@ -185,7 +198,8 @@ class DeviceStepper:
             return _Outputs(logits, tap_rows, rows.plan)
 
         self._export.hold()
-        outputs = self._graphs.run((words.rows, words.width, taps, filtered), body)
+        key = words.rows, words.width, taps, filtered, kernels is None
+        outputs = self._graphs.run(key, body)
         if self._over is not None:
             self._over.record()
         used = len(items) * words.width
@@ -224,8 +238,9 @@ def _written(
     return beside.write(placed, taps, tap_rows, words.device("positions"), words.device("slots"))
 
 
-def _rows(words: StepWords | BlockWords, plan: object) -> Rows:
-    return Rows(words.device("ids"), words.device("positions"), words.device("slots"), plan)
+def _rows(words: StepWords | BlockWords, plan: object, kernels: Kernels | None) -> Rows:
+    ids, positions, slots = (words.device(name) for name in ("ids", "positions", "slots"))
+    return Rows(ids, positions, slots, plan, kernels)
 
 
 def _matched(items: Sequence[Item], drawn: Sequence[int], width: int = 0) -> list[Chosen]:

@@ -77,8 +77,9 @@ def read_prompts(path: Path) -> list[dict[str, object]]:
     return rows
 
 
-def prompt_ids(chat: Chat | None, row: Mapping[str, object]) -> list[int]:
-    """Ids of one row of a prompt file; `ids` are taken as they are."""
+def prompt_ids(chat: Chat | None, row: Mapping[str, object], template: bool = True) -> list[int]:
+    """Ids of one row of a prompt file; `ids` are taken as they are. Without `template` the text is
+    what the target would see from somebody who forgot it."""
     ids = row.get("ids")
     if isinstance(ids, list):
         return [int(i) for i in ids]
@@ -86,5 +87,7 @@ def prompt_ids(chat: Chat | None, row: Mapping[str, object]) -> list[int]:
         raise CheckpointError("a prompt of text needs a chat template; this target has none")
     messages = row.get("messages")
     if isinstance(messages, list):
-        return chat.prompt(messages)
-    return chat.user(str(row["prompt"]))
+        if template:
+            return chat.prompt(messages)
+        return chat.encode("\n".join(str(message["content"]) for message in messages))
+    return chat.user(str(row["prompt"])) if template else chat.encode(str(row["prompt"]))

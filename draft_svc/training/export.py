@@ -9,8 +9,9 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from draft_svc.training.draft import DraftNet, DraftSpec, complete_spec
+from draft_svc.training.draft import DraftNet
 from draft_svc.training.evaluate import SetReport, table
+from draft_svc.training.spec import DraftSpec, complete_spec
 from engine.errors import CheckpointError
 from engine.models.config import ModelConfig
 from engine.weights import read_json

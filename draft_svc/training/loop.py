@@ -163,7 +163,7 @@ class Loop:
         base = self.net.logits(states.reshape(-1, states.shape[-1]))
         base = base.view(*states.shape[:2], -1)
         if self._markov is None:
-            return self._draw(base, gumbel)
+            return self._draw(base, None if gumbel is None else gumbel[:, : self.k])
         w1, w2 = self._markov
         chosen, previous = [], anchors
         for step in range(self.k):
@@ -190,11 +190,12 @@ class Loop:
             drawn = self._draw(self.net.logits(states).view(*ids.shape, -1), gumbel)
             self._context.write(self._choices, positions, taps.view(*ids.shape, -1))
             accepted = (proposals == drawn[:, :-1]).long().cumprod(1).sum(1)
-            going = torch.tensor(alive, device=anchors.device)
-            rows = self._choices
-            anchors = torch.where(going, drawn[rows, accepted], anchors)
-            starts = torch.where(going, starts + accepted + 1, starts)
             self._commit(alive, accepted.tolist(), drawn.tolist())
+            anchors = drawn[self._choices, accepted]
+            # A row that is over runs on at the beginning of its cache, where nobody reads it: the
+            # last round may have accepted beyond the limit.
+            going = torch.tensor(alive, device=anchors.device)
+            starts = torch.where(going, starts + accepted + 1, 0)
         return self.outcomes
 
     def _commit(self, alive: list[bool], accepted: list[int], drawn: list[list[int]]) -> None:

@@ -7,7 +7,6 @@ a GPU. Sizes and options come from the engine's `ModelConfig` and from which ten
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,36 +14,29 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draft_svc.training.kernels import matmul_fp32, ops_for
+from draft_svc.training.layers import (
+    Product,
+    TargetLayer,
+    attention_heads,
+    dense_attention,
+    dense_mlp,
+    experts,
+    latent_attention,
+    rotation,
+)
 from engine.models.config import ModelConfig, from_hf
-from engine.models.rope import rope_tables
 from engine.weights import Weights, read_json
 
 Attend = Callable[[int, Tensor], Tensor]
 _REDUNDANT = ("rotary_emb.inv_freq",)
 
 
-@dataclass(frozen=True, slots=True)
-class TargetLayer:
-    norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    norms: tuple[Tensor, Tensor] | None
-    out: Tensor
-    out_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    window: int
-
-
 class StaticCache:
     """K and V [layers, slots, kv_heads, max_length, head_dim]."""
 
     def __init__(self, net: TargetNet, slots: int, max_length: int) -> None:
-        c = net.config
-        shape = (c.layer_count, slots, c.kv_heads, max_length, c.head_dim)
+        _, heads, width = net.heads
+        shape = (net.config.layer_count, slots, heads, max_length, width)
         self.k = torch.zeros(shape, dtype=net.dtype, device=net.device)
         self.v = torch.zeros(shape, dtype=net.dtype, device=net.device)
         self.max_length = max_length
@@ -58,56 +50,47 @@ class TargetNet:
     ) -> None:
         c = self.config = config
         self.device, self.dtype = device, dtype
-        self.ops = ops_for(device, c.head_dim)
-        self.heads = (c.heads, c.kv_heads, c.head_dim)
+        self.heads = attention_heads(c)
+        # What experts run is decided on the host: no graph of a decode step can hold that.
+        self.ops = ops_for(device, self.heads[2] if c.experts is None else 0)
         shape = (c.vocab_size, c.hidden_size)
-        self.embedding = self._take(weights, "model.embed_tokens.weight", *shape)
+        self.embedding = weights.take("model.embed_tokens.weight", *shape)
         self.head = self.embedding
         if not c.tied_head:
-            self.head = self._take(weights, "lm_head.weight", *shape)
+            self.head = weights.take("lm_head.weight", *shape)
         self.layers = [self._layer(weights, i) for i in range(c.layer_count)]
-        self.norm = self._take(weights, "model.norm.weight", c.hidden_size).float()
-        weights.finish(_REDUNDANT if not c.tied_head else (*_REDUNDANT, "lm_head.weight"))
-        tables = rope_tables(c.rope, c.head_dim, c.max_positions, c.default_length)
-        self.cos, self.sin = (table.to(device) for table in tables)
-
-    def _take(self, weights: Weights, name: str, *shape: int) -> Tensor:
-        return weights.take(name, *shape).to(self.device, self.dtype)
+        self.norm = weights.take("model.norm.weight", c.hidden_size).float()
+        behind = range(c.layer_count, c.layer_count + c.unread_layers)
+        weights.finish(
+            _REDUNDANT if not c.tied_head else (*_REDUNDANT, "lm_head.weight"),
+            tuple(f"model.layers.{index}." for index in behind),
+        )
+        self.cos, self.sin = (table.to(device) for table in rotation(c))
 
     def _layer(self, weights: Weights, index: int) -> TargetLayer:
-        c, prefix = self.config, f"model.layers.{index}"
-        d, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        inner = c.intermediate_size
-        both = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-        qkv = {f"self_attn.{n}_proj": rows for n, rows in (("q", q), ("k", kv), ("v", kv))}
+        c, prefix, ops = self.config, f"model.layers.{index}", self.ops
+        attention = f"{prefix}.self_attn"
 
-        def take(name: str, *shape: int) -> Tensor:
-            return self._take(weights, f"{prefix}.{name}", *shape)
+        def norm(name: str, width: int) -> Tensor:
+            return weights.take(f"{prefix}.{name}.weight", width).float()
 
-        def matrix(parts: dict[str, int], columns: int) -> Tensor:
-            return torch.cat([take(f"{n}.weight", rows, columns) for n, rows in parts.items()])
-
-        def bias(parts: dict[str, int], there: bool) -> Tensor | None:
-            if not there:
-                return None
-            return torch.cat([take(f"{n}.bias", rows) for n, rows in parts.items()])
-
-        def head_norm(name: str) -> Tensor:
-            return take(f"self_attn.{name}_norm.weight", c.head_dim).float()
-
-        out, down = {"self_attn.o_proj": d}, {"mlp.down_proj": d}
+        if c.latent is not None:
+            qkv, out = latent_attention(weights, attention, c, ops)
+        else:
+            qkv, out = dense_attention(weights, attention, c)
+        head_norms = [norm(f"self_attn.{n}_norm", c.head_dim) for n in "qk" if c.head_norms]
+        mlp: Product
+        if c.experts is not None and index >= c.experts.first_layer:
+            mlp = experts(weights, f"{prefix}.mlp", c, ops)
+        else:
+            mlp = dense_mlp(weights, f"{prefix}.mlp", c, ops, c.intermediate_size, c.mlp_bias)
         return TargetLayer(
-            norm=take("input_layernorm.weight", d).float(),
-            qkv=matrix(qkv, d),
-            qkv_bias=bias(qkv, c.qkv_bias),
-            norms=(head_norm("q"), head_norm("k")) if c.head_norms else None,
-            out=matrix(out, q),
-            out_bias=bias(out, c.out_bias),
-            mlp_norm=take("post_attention_layernorm.weight", d).float(),
-            gate_up=matrix(both, d),
-            gate_up_bias=bias(both, c.mlp_bias),
-            down=matrix(down, inner),
-            down_bias=bias(down, c.mlp_bias),
+            norm=norm("input_layernorm", c.hidden_size),
+            qkv=qkv,
+            norms=(head_norms[0], head_norms[1]) if head_norms else None,
+            out=out,
+            mlp_norm=norm("post_attention_layernorm", c.hidden_size),
+            mlp=mlp,
             window=c.modes[index].window or 0,
         )
 
@@ -124,11 +107,9 @@ class TargetNet:
         residual = self.embedding[ids].float()
         x = ops.add_rms_norm(residual, None, self.layers[0].norm, c.rms_eps, self.dtype)
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-            out = F.linear(attend(index, qkv), layer.out, layer.out_bias)
+            out = layer.out(attend(index, layer.qkv(x)))
             x = ops.add_rms_norm(residual, out, layer.mlp_norm, c.rms_eps, self.dtype)
-            inner = ops.silu_mul(F.linear(x, layer.gate_up, layer.gate_up_bias))
-            out = F.linear(inner, layer.down, layer.down_bias)
+            out = layer.mlp(x)
             last = index + 1 == len(self.layers)
             norm = self.norm if last else self.layers[index + 1].norm
             x = ops.add_rms_norm(residual, out, norm, c.rms_eps, self.dtype)
@@ -228,4 +209,4 @@ class TargetNet:
 def load_target(directory: Path, device: torch.device, dtype: torch.dtype) -> TargetNet:
     """Loads a Hugging Face directory of a family that the engine runs. Raises CheckpointError."""
     config = from_hf(read_json(directory / "config.json"))
-    return TargetNet(config, Weights(directory, dtype), device, dtype)
+    return TargetNet(config, Weights(directory, dtype, device), device, dtype)

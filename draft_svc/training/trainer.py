@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from draft_svc.training.batches import Batch, Batches, BatchOptions, Place
-from draft_svc.training.draft import DraftNet, DraftSpec, block_attention
+from draft_svc.training.draft import DraftNet, block_attention
 from draft_svc.training.evaluate import EvalPrompt, SetReport, evaluate
 from draft_svc.training.net import TargetNet
 from draft_svc.training.objective import Head, LossOptions, gather_slots, run_heads
 from draft_svc.training.shards import Corpus
+from draft_svc.training.spec import DraftSpec
 from engine.errors import CheckpointError
 
 _SCALE_BATCHES = 8

@@ -22,13 +22,15 @@ from engine.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The packed rows of one forward: ids, positions and flat KV slots, each an integer tensor
-    [rows], and the attention plan.
+    [rows], and the attention plan. `kernels` are better ones for these rows than the model's own,
+    where there are any.
     """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
     plan: Any
+    kernels: Kernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,10 @@ class Kernels:
     gumbel_argmax: Callable[..., Tensor]
     # (logits, DrawRows, out=): draw and filters in one, nothing read by the host.
     draw: Callable[..., Tensor] | None = None
+
+    def loose(self, rows: int) -> Kernels | None:
+        """Better ones for a step of so many rows whose bits may depend on each other, if any."""
+        return None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return pack_linear(weight, self.mode, bias)

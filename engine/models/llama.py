@@ -101,7 +101,7 @@ class LlamaModel:
         `tap_rows` [rows, len(taps) * hidden] gets the residual stream after each tap layer, before
         any final norm.
         """
-        run, eps = self.kernels, self.config.rms_eps
+        run, eps = rows.kernels or self.kernels, self.config.rms_eps
         residual = run.embed(rows.ids, self.embedding)
         tapped = Taps(taps, tap_rows, residual)
         delta: Tensor | None = None

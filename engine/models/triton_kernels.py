@@ -58,9 +58,16 @@ def _device(linear: Linear) -> DeviceLinear:
 
 @dataclass(frozen=True)
 class TritonKernels(Kernels):
-    """`wide`: tiles that a product of many rows may be given."""
+    """`wide`: tiles that a product of many rows may be given. From `loose_rows` on cuBLAS is worth
+    its own launches of norm, rotation and product."""
 
     wide: Wide = ()
+    loose_rows: int = 64
+
+    def loose(self, rows: int) -> Kernels | None:
+        from engine.models.loose_kernels import loose_kernels  # made of these
+
+        return loose_kernels(self) if rows >= self.loose_rows else None
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return norm.embed(ids, table)

@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("check", "time", "sweep", "wide"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--only", default="", help="of the sweep, such as 'norm 960'")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.manual_seed(0)
@@ -37,7 +38,7 @@ def main() -> None:
     if asked.time:
         report |= run_times()
     if asked.sweep:
-        report["sweep"] = run_sweep()
+        report["sweep"] = run_sweep(asked.only)
     if asked.wide:
         report["wide"] = run_wide()
     if asked.out:

@@ -9,24 +9,27 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from draft_svc.training.draft import DraftNet, parse_spec
+from draft_svc.training.draft import DraftNet
 from draft_svc.training.export import export, load_export, read_spec
+from draft_svc.training.spec import parse_spec
 from draft_svc.training.trainer import Trainer
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
 from engine.models.dflash import Block, DFlashModel, DFlashOptions
 from engine.models.draft_loading import load_dflash, load_dspark
 from engine.models.dspark import DSparkModel
-from tests.engine.tiny import KERNELS
+from tests.engine.tiny import KERNELS, LATENT
 from tests.training.toys import MASK, corpus_of, random_documents, spec, tiny_target, trainer_of
 
 DFLASH = ("dflash", "dflash,window=6", "dflash,causal=true,layers=1", "dflash,heads=2,kv_heads=1")
 DSPARK = ("dspark,rank=8", "dspark,rank=8,slots=next_token,block=7", "dspark,rank=4,confidence=0")
 
 
-def exported(tmp_path: Path, text: str) -> tuple[Trainer, DraftNet, Path]:
+def exported(
+    tmp_path: Path, text: str, family: str = "llama", **overrides: object
+) -> tuple[Trainer, DraftNet, Path]:
     """A trained-looking draft whose training weights are exactly what its bf16 file holds."""
-    net = tiny_target(tmp_path / "target")
+    net = tiny_target(tmp_path / "target", family, **overrides)
     trainer = trainer_of(net, [text + ",taps=0/2"], corpus_of(random_documents(6)))
     trainer.measure_scale()
     draft = trainer.drafts[0]
@@ -66,6 +69,17 @@ def test_dflash_in_the_engine_equals_training(tmp_path: Path, text: str, kernels
     """DF-1, DF-8, DF-10: slots, positions, masks, RoPE and the folded tap scale agree."""
     trainer, draft, directory = exported(tmp_path, text)
     model = load_dflash(directory, str(tmp_path / "target"), options(kernels)).model
+    blocks, states = blocks_of(model, trainer)
+    wanted = F.linear(states, draft.net.head)
+    torch.testing.assert_close(model.propose_logits(blocks), wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_a_draft_for_a_target_with_latent_attention(tmp_path: Path) -> None:
+    """The body has plain heads of its own; taps are the engine's whatever the target's family."""
+    more = LATENT | {"first_k_dense_replace": 1}
+    trainer, draft, directory = exported(tmp_path, "dflash", "deepseek_v2", **more)
+    assert (draft.spec.heads, draft.spec.kv_heads, draft.spec.head_dim) == (4, 1, 12)
+    model = load_dflash(directory, str(tmp_path / "target"), options("torch")).model
     blocks, states = blocks_of(model, trainer)
     wanted = F.linear(states, draft.net.head)
     torch.testing.assert_close(model.propose_logits(blocks), wanted, rtol=2e-3, atol=2e-3)

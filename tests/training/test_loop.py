@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from draft_svc.training.evaluate import EvalPrompt, evaluate, ngram_rounds
 from draft_svc.training.loop import Outcome, noise, speculate
 from draft_svc.training.net import TargetNet
 from engine.noise import gumbel
-from tests.engine.tiny import VOCAB, load_tiny, random_ids
+from tests.engine.tiny import LATENT, VOCAB, load_tiny, random_ids
 from tests.training.toys import corpus_of, spec, tiny_target, trainer_of
 
 
@@ -45,6 +46,9 @@ def test_over_fitting_one_text_accepts_whole_blocks(tmp_path: Path, text: str) -
     outcome = speculate(net, trainer.drafts[0], [prompt], max_new=33, stop_ids=())[0]
     assert outcome.ids == answer[:33]
     assert outcome.accepted == [7, 7, 7, 7] and outcome.tau == 8.0
+    # What accepts beyond the limit in its last round does not disturb the others.
+    both = speculate(net, trainer.drafts[0], [prompt, random_ids(5, 4)], max_new=34, stop_ids=())
+    assert [both[0].ids, both[1].ids] == [answer[:34], greedy(net, [random_ids(5, 4)], 34)[0]]
 
 
 def test_any_draft_gives_the_targets_text(tmp_path: Path) -> None:
@@ -53,8 +57,8 @@ def test_any_draft_gives_the_targets_text(tmp_path: Path) -> None:
     prompts = [random_ids(n, seed=n) for n in (4, 9, 6, 17)]
     wanted = greedy(net, prompts, 20)
     texts = []
-    for seed in (0, 1):
-        draft = DraftNet(spec(net, "dspark,rank=4,taps=0/3"), net, seed)
+    for seed, text in enumerate(("dspark,rank=4,taps=0/3", "dflash,taps=0/3")):
+        draft = DraftNet(spec(net, text), net, seed)
         outcomes = speculate(net, draft, prompts, max_new=20, stop_ids=(), together=3)
         assert [o.ids for o in outcomes] == wanted
         assert all(sum(o.emitted) == 19 for o in outcomes)
@@ -81,11 +85,17 @@ def test_generator_equals_the_engine(tmp_path: Path) -> None:
         table.free()
 
 
-def test_taps_are_the_engines(tmp_path: Path) -> None:
+LATENT_V3 = LATENT | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), [("llama", {}), ("qwen3", {"head_dim": 24}), ("deepseek_v3", LATENT_V3)]
+)
+def test_taps_are_the_engines(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
     """DF-5, DF-6: outputs of layers before any norm, the last layer included."""
     from tests.engine.tiny import run
 
-    net = tiny_target(tmp_path)
+    net = tiny_target(tmp_path, family, **more)
     ids = random_ids(11)
     engine = load_tiny(tmp_path)
     _, wanted = run(engine, [(engine.allocate(32), ids, 0)], taps=(0, 2, 3))

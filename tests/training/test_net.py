@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from draft_svc.training.net import StaticCache, load_target
+from tests.engine.tiny import LATENT, write_model
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
@@ -29,7 +30,38 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+# DeepSeek's: with and without a latent space for queries, softmax and sigmoid routers, biases,
+# values wider than queries, YaRN's sharper softmax.
+LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek v2": ("deepseek_v2", {"first_k_dense_replace": 1}),
+    "deepseek v2, wide values": (
+        "deepseek_v2",
+        {"first_k_dense_replace": 4, "v_head_dim": 25, "q_lora_rank": 18, "attention_bias": True},
+    ),
+    "deepseek v3": (
+        "deepseek_v3",
+        {
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 18,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+}
+
+
 def write(directory: Path, family: str) -> PreTrainedModel:
+    if family in LATENTS:
+        name, more = LATENTS[family]
+        return write_model(directory, name, **(LATENT | more))
     config, model_class, more = FAMILIES[family]
     torch.manual_seed(1)
     options = {
@@ -54,7 +86,7 @@ def write(directory: Path, family: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted([*FAMILIES, *LATENTS]))
 def test_logits_and_taps_equal_transformers(tmp_path: Path, family: str) -> None:
     """Whole documents, and the same tokens in two pieces over a cache; right padding changes
     nothing (DF-4)."""

@@ -84,6 +84,8 @@ def test_a_prompt_of_text_is_a_turn_of_the_targets_template() -> None:
     assert prompt_ids(chat, {"messages": [{"role": "user", "content": "w11 w12"}]}) == wanted
     system = [{"role": "system", "content": "w5"}, {"role": "user", "content": "w6"}]
     assert prompt_ids(chat, {"messages": system}) == [92, 5, 93, 92, 6, 93, 94]
+    assert prompt_ids(chat, {"prompt": "w11 w12"}, template=False) == [11, 12]
+    assert prompt_ids(chat, {"messages": system}, template=False) == [5, 6]
     with pytest.raises(CheckpointError, match="chat template"):
         prompt_ids(None, {"prompt": "w11"})
     with pytest.raises(CheckpointError, match="no chat template"):

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from draft_svc.training.batches import BatchOptions
-from draft_svc.training.draft import DraftSpec, parse_spec
 from draft_svc.training.net import TargetNet, load_target
 from draft_svc.training.shards import Corpus
+from draft_svc.training.spec import DraftSpec, parse_spec
 from draft_svc.training.trainer import Trainer, TrainOptions
-from tests.engine.tiny import VOCAB, write_llama
+from tests.engine.tiny import VOCAB, write_model
 
 torch.set_num_threads(1)  # tiny products: threads cost more than they give
 CPU = torch.device("cpu")
@@ -21,8 +21,8 @@ MASK = 9
 BATCHES = BatchOptions(tokens=256, block_tokens=512, density=0.5, max_length=96)
 
 
-def tiny_target(directory: Path, **overrides: object) -> TargetNet:
-    write_llama(directory, **overrides)
+def tiny_target(directory: Path, family: str = "llama", **overrides: object) -> TargetNet:
+    write_model(directory, family, **overrides)
     return load_target(directory, CPU, torch.float32)
 
 

@@ -1,0 +1,249 @@
+"""Closed-loop load: N sessions at once in each mode, tokens a second while all of them decode.
+
+python -m tests.load.sessions --prompts prompts.jsonl --sessions 1,8,32 --modes plain,dflash
+python -m tests.load.sessions --model DIR --draft DIR --tau 4 --modes plain,dflash,dflash@colocated
+
+Only the time between the last session's first token and the first session's end counts, so every
+figure is about N sessions. `--tau` is for drafts that accept nothing, such as random ones: the time
+of a round is measured, and the tokens a second are what it would give with that many a round. They
+are marked `synthetic`. A run of its own warms every mode and count up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.bench_modes import Mode, parse_modes
+from coordinator.bench_prompts import load_prompts
+from coordinator.bench_stats import percentile
+from coordinator.drafters import COLOCATED, PLAIN
+from coordinator.local import LocalDeployment, LocalOptions, parse_extra
+from specwire.client import AsyncClient, Finished
+from specwire.generation import Acceptance, Delta
+from tests.load.cli import _say as say
+
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What one session did: when tokens came, and its record."""
+
+    arrivals: tuple[tuple[float, int], ...]
+    record: Acceptance
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One mode at one number of sessions. `round_ms`: of a session, from verdict to verdict;
+    `outside_ms`: what a round takes beyond the computing of target and draft, median."""
+
+    mode: str
+    sessions: int
+    tokens_per_s: float
+    synthetic: bool
+    tau: float
+    k: float
+    round_ms: float
+    outside_ms: float | None
+
+
+def cell(mode: Mode, streams: Sequence[Stream], tau: float | None) -> Cell:
+    begin = max(stream.arrivals[0][0] for stream in streams)
+    end = min(stream.arrivals[-1][0] for stream in streams)
+    if end <= begin:
+        raise SystemExit("sessions end before the last one begins: more --max-tokens are needed")
+    counted = [n for stream in streams for at, n in stream.arrivals if begin < at <= end]
+    rate = sum(counted) / (end - begin)
+    rounds = sum(stream.record.rounds for stream in streams)
+    emitted = sum(n for stream in streams for _, n in stream.arrivals[1:])
+    own = emitted / max(rounds, 1)
+    round_ms = own * len(streams) / rate * 1e3
+    steps = [
+        (outside, drafted)
+        for stream in streams
+        for outside, drafted in zip(
+            stream.record.per_step_outside_us, stream.record.per_step_drafted, strict=True
+        )
+    ]
+    drafting = mode.method != PLAIN
+    outside = percentile([us for us, drafted in steps if bool(drafted) is drafting], 0.5)
+    synthetic = tau is not None and drafting
+    if tau is not None and drafting:
+        own, rate = tau, tau * len(streams) / round_ms * 1e3
+    return Cell(
+        mode=mode.label,
+        sessions=len(streams),
+        tokens_per_s=round(rate, 1),
+        synthetic=synthetic,
+        tau=round(own, 3),
+        k=round(sum(d for _, d in steps) / max(len(steps), 1), 2),
+        round_ms=round(round_ms, 3),
+        outside_ms=None if outside is None else round(outside / 1e3, 3),
+    )
+
+
+Asked = dict[str, Any]  # `messages` or `token_ids` of a request
+
+
+async def session(
+    client: AsyncClient, mode: Mode, asked: Asked, tokens: int, options: argparse.Namespace
+) -> Stream:
+    arrivals: list[tuple[float, int]] = []
+    stream = client.stream(
+        **asked,
+        max_tokens=tokens,
+        ignore_eos=True,
+        temperature=options.temperature,
+        seed=options.seed,
+        method=mode.request,
+        exactness=mode.exactness,
+        num_speculative_tokens=None if mode.method == PLAIN else options.k,
+        return_token_ids=True,
+    )
+    async with stream:
+        async for event in stream:
+            if isinstance(event, Delta) and event.token_ids:
+                arrivals.append((time.perf_counter(), len(event.token_ids)))
+            elif isinstance(event, Finished):
+                return Stream(tuple(arrivals), event.acceptance)
+    raise AssertionError("the client raises when the final message is missing")
+
+
+async def measure(
+    client: AsyncClient, mode: Mode, prompts: Sequence[Asked], count: int, o: argparse.Namespace
+) -> Cell:
+    streams: list[Stream] = []
+    for tokens in (min(WARM_UP_TOKENS, o.max_tokens), o.max_tokens):
+        chosen = [prompts[i % len(prompts)] for i in range(count)]
+        streams = await asyncio.gather(*(session(client, mode, p, tokens, o) for p in chosen))
+    return cell(mode, streams, o.tau)
+
+
+async def run(
+    modes: Sequence[Mode], addresses: dict[str, str], options: argparse.Namespace
+) -> list[Cell]:
+    found = []
+    async with AsyncExitStack() as stack:
+        clients = {}
+        for place, address in addresses.items():
+            clients[place] = await stack.enter_async_context(AsyncClient(address))
+            for worker in (await clients[place].info()).workers:
+                seen = worker.attention
+                asked = f"{seen.policy} {seen.requested}".strip()
+                say(
+                    f"{place or 'separate'} {worker.role}: {worker.device}, {seen.chosen} "
+                    f"({asked}), graphs {seen.graph_mode}"
+                )
+        vocab = (await next(iter(clients.values())).info()).model.vocab_size
+        prompts = _prompts(options, vocab)
+        for count in options.sessions:
+            for mode in modes:
+                try:
+                    one = await measure(clients[_key(mode)], mode, prompts, count, options)
+                except Exception as error:  # one cell must not hide the others
+                    say(f"{mode.label} x {count}: {type(error).__name__}: {error}")
+                    continue
+                say(_line(one))
+                found.append(one)
+    return found
+
+
+def _key(mode: Mode) -> str:
+    return mode.method if mode.placement == COLOCATED else ""
+
+
+def _prompts(options: argparse.Namespace, vocab: int) -> list[Asked]:
+    if options.prompts:
+        return [{"messages": list(prompt.messages)} for prompt in load_prompts(options.prompts)]
+    rng = random.Random(options.seed)
+    low, high = 10, vocab // 2
+    return [
+        {"token_ids": [rng.randrange(low, high) for _ in range(options.prompt_tokens)]}
+        for _ in range(max(options.sessions))
+    ]
+
+
+def _line(c: Cell) -> str:
+    rate = f"{c.tokens_per_s:>9.1f} tokens/s{' synthetic' if c.synthetic else ''}"
+    return (
+        f"{c.mode:<18} x {c.sessions:<4} {rate}  tau {c.tau:.2f}  k {c.k:.1f}  "
+        f"round {c.round_ms:.2f} ms  outside {c.outside_ms} ms"
+    )
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Rows by number of sessions: tokens a second, and against `plain` where that was measured."""
+    labels = list(dict.fromkeys(c.mode for c in cells))
+    by_place = {(c.mode, c.sessions): c for c in cells}
+    lines = ["| sessions | " + " | ".join(labels) + " |", "|---" * (len(labels) + 1) + "|"]
+    for count in dict.fromkeys(c.sessions for c in cells):
+        plain = by_place.get((PLAIN, count))
+        row = [str(count)]
+        for label in labels:
+            found = by_place.get((label, count))
+            text = "" if found is None else f"{found.tokens_per_s:.0f}"
+            if found is not None and plain is not None and found is not plain:
+                text += f" ({found.tokens_per_s / plain.tokens_per_s:.2f} x)"
+            row.append(text)
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m tests.load.sessions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--modes", default="plain,dflash", help="as in `specwire bench`")
+    add("--sessions", type=_counts, default=[1, 8, 32, 128], help="numbers, by commas")
+    add("--prompts", type=Path, help="JSON lines; unset: random token ids")
+    add("--prompt-tokens", type=int, default=128, help="of random prompts")
+    add("--max-tokens", type=int, default=128, help="of a session")
+    add("--k", type=int, default=None, help="draft tokens a round; unset: adaptive")
+    add("--tau", type=float, default=None, help="tokens a round to assume: synthetic")
+    add("--exactness", default="exact")
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--model", default="default")
+    add("--draft", default="default")
+    add("--set", action="append", default=[], help="flags of services: target.device=cuda")
+    add("--json", type=Path)
+    return made
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    modes = parse_modes(options.modes, options.exactness)
+    extra = parse_extra(options.set)
+    inside = {_key(mode) for mode in modes} - {""}
+    with ExitStack() as stack:
+        addresses = {}
+        for method in sorted({"", *inside} if any(not _key(m) for m in modes) else inside):
+            chosen = LocalOptions(options.model, options.draft, colocate=method, extra=extra)
+            addresses[method] = stack.enter_context(LocalDeployment(chosen, say)).address
+        cells = asyncio.run(run(modes, addresses, options))
+    print(table(cells))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command())
