@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from draft_svc.colocated_service import ColocatedServicer
-from draft_svc.costs import measure
+from draft_svc.costs import first_runs, measure
 from draft_svc.loading import DEFAULT_DRAFT, DEFAULT_DSPARK, checkpoint_path, head_in_int8
 from draft_svc.methods.base import (
     REASON_CAPACITY,
@@ -39,7 +39,7 @@ from engine.kv.pool import PageTable, PoolStats, TableView
 from engine.models.dflash import Block, DFlashOptions, choose_attention
 from engine.models.draft_context import ContextMemory
 from engine.models.draft_dialects import parse_draft
-from engine.models.draft_loading import DraftTarget, build_draft
+from engine.models.draft_loading import DraftTarget, build_draft, draft_device
 from engine.models.family import cache_geometry
 from engine.weights import read_json
 from specwire.v1 import draft_pb2_grpc
@@ -64,16 +64,7 @@ class BlockDrafter:
         self.method, self._settings = method, settings
         shipped = DEFAULT_DSPARK if method == "dspark" else DEFAULT_DRAFT
         self._checkpoint = checkpoint_path("draft_checkpoint", settings.checkpoint, shipped)
-        self._options = DFlashOptions(
-            kv_dtype=settings.kv_dtype,
-            weight_dtype=weight_dtype(settings.dtype),
-            kernels=settings.kernels,
-            attention_backend=settings.attention_backend,
-            cuda_graph_mode=settings.cuda_graph_mode,
-            int8_head=head_in_int8(
-                settings.head_dtype, settings.dtype, settings.kernels, torch.device("cpu")
-            ),
-        )
+        self._weight_dtype = weight_dtype(settings.dtype)
         self._info: MethodInfo | None = None
         self._metrics = Metrics()
 
@@ -89,8 +80,9 @@ class BlockDrafter:
 
     def describe(self, target: Target) -> tuple[Group, ...]:
         raw = read_json(self._checkpoint / "config.json")
-        self._target = DraftTarget(str(target.directory), self._options.weight_dtype)
+        self._target = DraftTarget(str(target.directory), self._weight_dtype)
         self._config = parse_draft(raw, self._target.described, self.method)
+        self._options = self._options_on(draft_device(str(target.device), self._config))
         kind = _kind(self._settings.kv_group)
         attention = choose_attention(
             self._config, self._options, self.method, target.attention, kind
@@ -103,6 +95,18 @@ class BlockDrafter:
         )
         self._group = group
         return (group,)
+
+    def _options_on(self, device: torch.device) -> DFlashOptions:
+        s = self._settings
+        return DFlashOptions(
+            device=device,
+            kv_dtype=s.kv_dtype,
+            weight_dtype=self._weight_dtype,
+            kernels=s.kernels,
+            attention_backend=s.attention_backend,
+            cuda_graph_mode=s.cuda_graph_mode,
+            int8_head=head_in_int8(s.head_dtype, s.dtype, s.kernels, device),
+        )
 
     def attach(self, handles: Handles) -> tuple[int, ...]:
         settings, group = self._settings, self._group
@@ -122,7 +126,7 @@ class BlockDrafter:
             self.method,
             memory,
         )
-        self._model = loaded.model
+        self._model, self._compiles = loaded.model, loaded.stepper is not None
         self._scratch_slot = handles.scratch_slot
         kind = DSparkMethod if self.method == "dspark" else DFlashMethod
         self._method = kind(
@@ -137,12 +141,10 @@ class BlockDrafter:
 
     def warm_up(self) -> None:
         info = self._method.info
-        costs = measure(
-            self._method,
-            self._filled,
-            tokens=info.max_draft_tokens,
-            max_length=min(info.max_length_tokens, self._longest),
-        )
+        tokens, longest = info.max_draft_tokens, min(info.max_length_tokens, self._longest)
+        if self._compiles:
+            first_runs(self._method, self._filled, tokens, longest)
+        costs = measure(self._method, self._filled, tokens=tokens, max_length=longest)
         self._info = replace(info, costs=costs)
 
     def _filled(self, sessions: int, length: int) -> list[DFlashContext]:
@@ -171,7 +173,7 @@ class BlockDrafter:
         if rows.highest >= limit:  # no block reaches so far: what is there, nobody reads
             slots = torch.where(positions < limit, slots, self._scratch_slot)
             positions = positions.clamp(max=limit - 1)
-        self._model.write_rows(rows.rows.float(), positions, slots)
+        self._model.write_rows(rows.rows, positions, slots)
 
     def propose(self, asks: Sequence[Ask]) -> list[Proposed]:
         began = time.perf_counter()

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.api import Drafter
 from engine.attention.request import KVGroup
 from engine.attention.resolution import Resolution
-from engine.batch import Packed
+from engine.batch import Placed
 from engine.errors import SettingRefused
 from engine.kv.cache import CacheGeometry, PagedCache
 from engine.kv.groups import PagedGroups
@@ -56,12 +56,14 @@ class DrafterSettings:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target as far as it is decided before its pages are allocated."""
+    """The target as far as it is decided before its pages are allocated. Its drafter runs on its
+    `device`, and its pages lie there."""
 
     directory: Path
     fingerprint: str
     config: ModelConfig
     attention: Resolution
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ class Handles:
 @dataclass(frozen=True, slots=True)
 class TapRows:
     """Rows of a step, on the model's device: bf16 [n, taps * hidden] in the order of the drafter's
-    taps, positions and flat slots int64 [n]. Padding has slots in the scratch page. `highest` is
-    the last position of all, known on the host."""
+    taps, positions and flat slots int64 [n], on a GPU int32. Padding has slots in the scratch page.
+    No position is above `highest`, which is known on the host. The next step overwrites them."""
 
     rows: Tensor
     positions: Tensor
@@ -130,22 +132,26 @@ class Beside:
 
     def write(
         self,
-        packed: Packed,
+        placed: Sequence[Placed],
         taps: tuple[int, ...],
         tap_rows: Tensor,
         positions: Tensor,
         slots: Tensor,
     ) -> tuple[str, ...]:
-        """Lets the drafter write context of the items that it drafts for. Returns the groups that
-        are written: none after a failure, which costs the draft its context and nobody else."""
-        rows, highest = tap_rows, max(packed.positions)
-        chosen = _rows_of(packed)
+        """Lets the drafter write context of the items that it drafts for, in the stream of the
+        step. Returns the groups that are written: none after a failure, which costs the draft its
+        context and nobody else."""
+        rows, chosen = tap_rows, _rows_of(placed)
         if chosen is not None:
-            at = torch.tensor(chosen, dtype=torch.int64, device=rows.device)
+            on_gpu = rows.device.type == "cuda"
+            picked = torch.tensor(chosen, dtype=torch.int64, pin_memory=on_gpu)
+            at = picked.to(rows.device, non_blocking=True)
             rows, positions, slots = rows[at], positions[at], slots[at]
         if taps != self.taps:
             columns = [taps.index(tap) * self._hidden for tap in self.taps]
             rows = torch.cat([rows[:, at : at + self._hidden] for at in columns], dim=1)
+        # Padding may stand behind an item.
+        highest = max(own.item.start + max(own.width, len(own.item.ids)) for own in placed) - 1
         try:
             self._drafter.write(TapRows(rows.bfloat16(), positions, slots, highest))
         except Exception:
@@ -154,13 +160,13 @@ class Beside:
         return self._names
 
 
-def _rows_of(packed: Packed) -> list[int] | None:
-    """Rows of the items that are drafted for; None: all."""
-    if all(placed.item.drafted for placed in packed.placed):
+def _rows_of(placed: Sequence[Placed]) -> list[int] | None:
+    """Rows of the items that are drafted for; None: all, padding included."""
+    if all(own.item.drafted for own in placed):
         return None
     return [
         row
-        for span, placed in zip(packed.spans, packed.placed, strict=True)
-        if placed.item.drafted
-        for row in range(span.first_row, span.first_row + span.row_count)
+        for own in placed
+        if own.item.drafted
+        for row in range(own.first_row, own.first_row + len(own.item.ids))
     ]

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from engine.api import Item
 from engine.attention.base import AttentionBackend, DeviceAttention
-from engine.batch import Packed, pack
+from engine.batch import Packed, Placed, pack
 from engine.block_words import BlockWords
 from engine.choose import Chosen, choose, draws_of, matched, plain
+from engine.colocated import Beside
 from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawRows, write_draws
 from engine.graphs import StepGraphs
 from engine.kv.cache import PagedCache
@@ -37,10 +38,12 @@ _WIDTHS = (1, 2, 4, 8, 16)
 @dataclass(frozen=True, slots=True)
 class _Outputs:
     """Device memory of one shape: logits fp32 [rows, vocab], and tap rows. The tokens are in the
-    shape's words, unless the host draws."""
+    shape's words, unless the host draws. The plan owns memory that a graph works in, which is
+    replaced when a larger shape comes, so it must live as long as the graph."""
 
     logits: Tensor
     tap_rows: Tensor | None
+    plan: Any
 
 
 class DeviceStepper:
@@ -68,12 +71,17 @@ class DeviceStepper:
             self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def run(
-        self, items: Sequence[Item], minimum: int, taps: tuple[int, ...], tap_dtype: torch.dtype
+        self,
+        items: Sequence[Item],
+        minimum: int,
+        taps: tuple[int, ...],
+        tap_dtype: torch.dtype,
+        beside: Beside | None = None,
     ) -> Ran:
         if not minimum and tap_dtype is torch.bfloat16:
             words = self._block_words(items)
             if words is not None:
-                return self._run_blocks(items, words, taps)
+                return self._run_blocks(items, words, taps, beside)
         packed = pack(items, self._cache.geometry.page_tokens, minimum, self._scratch_slot)
         draws = [draw for item in items for draw in draws_of(item)]
         at_once = self._drawer.fused and all(plain(item) for item in items)
@@ -81,17 +89,18 @@ class DeviceStepper:
         logits, tap_rows = self._run_packed(
             packed, draws if at_once else (), taps, tap_dtype, kernels
         )
+        written = _written(beside, packed.placed, taps, tap_rows, self._words)
         late = LateRows(tap_rows) if tap_rows is not None else None
         if tap_dtype is torch.bfloat16:  # else somebody still computes with them
-            late = self._export.take(tap_rows)
+            late = self._export.take(tap_rows) if _exported(items) else None
         if logits is None:
-            return Ran(packed.placed, [Chosen()] * len(items), late)
+            return Ran(packed.placed, [Chosen()] * len(items), late, written)
         if not at_once:
-            return Ran(packed.placed, choose(logits, items, self._drawer), late)
+            return Ran(packed.placed, choose(logits, items, self._drawer), late, written)
         filtered = any(filters(item.sampling) for item in items if item.draws)
         how = DrawRows.of(self._words.device("draws"), filtered)
         tokens = self._drawer.draw(logits, how).tolist()
-        return Ran(packed.placed, _matched(items, tokens), late)
+        return Ran(packed.placed, _matched(items, tokens), late, written)
 
     def forward(
         self, packed: Packed, taps: tuple[int, ...], tap_dtype: torch.dtype
@@ -168,7 +177,13 @@ class DeviceStepper:
             self._shapes[batch, width] = words
         return words
 
-    def _run_blocks(self, items: Sequence[Item], words: BlockWords, taps: tuple[int, ...]) -> Ran:
+    def _run_blocks(
+        self,
+        items: Sequence[Item],
+        words: BlockWords,
+        taps: tuple[int, ...],
+        beside: Beside | None,
+    ) -> Ran:
         placed = words.fill(items)
         filtered = any(filters(item.sampling) for item in items)
         kernels = self._kernels_of(items, words.rows)
@@ -180,7 +195,7 @@ class DeviceStepper:
             assert logits is not None
             if self._drawer.fused:
                 self._drawer.draw(logits, words.draws(filtered), out=words.tokens)
-            return _Outputs(logits, tap_rows)
+            return _Outputs(logits, tap_rows, rows.plan)
 
         self._export.hold()
         key = words.rows, words.width, taps, filtered, kernels is None
@@ -188,19 +203,39 @@ class DeviceStepper:
         if self._over is not None:
             self._over.record()
         used = len(items) * words.width
+        # Behind the step and before it is waited for: the device goes on while the host reads.
+        written = _written(beside, placed, taps, outputs.tap_rows, words)
         late = None
-        if outputs.tap_rows is not None:
+        if outputs.tap_rows is not None and _exported(items):
             late = self._export.take(outputs.tap_rows[:used])
         if self._over is not None:
             self._over.synchronize()
         if self._drawer.fused and all(plain(item) for item in items):
-            return Ran(placed, _matched(items, words.drawn(used), words.width), late)
+            chosen = _matched(items, words.drawn(used), words.width)
+            return Ran(placed, chosen, late, written)
         rows = [
             index * words.width + row
             for index, item in enumerate(items)
             for row in range(item.draws)
         ]
-        return Ran(placed, choose(outputs.logits[rows], items, self._drawer), late)
+        return Ran(placed, choose(outputs.logits[rows], items, self._drawer), late, written)
+
+
+def _exported(items: Sequence[Item]) -> bool:
+    """Whether tap rows are wanted outside; a drafter in this process reads them where they are."""
+    return any(item.taps for item in items)
+
+
+def _written(
+    beside: Beside | None,
+    placed: Sequence[Placed],
+    taps: tuple[int, ...],
+    tap_rows: Tensor | None,
+    words: StepWords | BlockWords,
+) -> tuple[str, ...]:
+    if beside is None or tap_rows is None:
+        return ()
+    return beside.write(placed, taps, tap_rows, words.device("positions"), words.device("slots"))
 
 
 def _rows(words: StepWords | BlockWords, plan: object, kernels: Kernels | None) -> Rows:

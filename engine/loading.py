@@ -19,6 +19,7 @@ from engine.device import (
     kernel_mode,
     numerics_fingerprint,
     resolve_device,
+    use_device,
     weight_dtype,
 )
 from engine.device_step import DeviceStepper
@@ -44,7 +45,8 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
         torch.set_num_threads(config.threads)
     source = resolve_model(config.model)
     model_config = from_hf(read_json(source.directory / "config.json"))
-    device = resolve_device(config.device, _no_gpu(drafter))
+    device = resolve_device(config.device)
+    use_device(device)
     mode = kernel_mode(config.kernels, device)
     document = read_document(source.directory)
     check_vocabulary(document, model_config.vocab_size)
@@ -68,7 +70,7 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
     # Nothing after this sees "auto".
     config = replace(config, kv_dtype=attention.geometry.dtype)
     name = fingerprint(source.directory)
-    groups = describe(drafter, Target(source.directory, name, model_config, attention))
+    groups = describe(drafter, Target(source.directory, name, model_config, attention, device))
     cache, beside = allocate_caches(
         config, cache_geometry(model_config, attention.geometry), groups, device
     )
@@ -103,11 +105,6 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
         engine.attach(drafter, groups)
         drafter.warm_up()
     return engine
-
-
-def _no_gpu(drafter: Drafter | None) -> str:
-    """Why this runs on the CPU only; "" where it does not."""
-    return "co-located drafts run on the cpu only" if drafter is not None else ""
 
 
 def _uncapturable(model: ModelConfig, mode: Mode) -> str:
@@ -146,7 +143,7 @@ def allocate_caches(
         accepted = f"{-(-page_bytes // 2**20)} or more: one page has {page_bytes} bytes"
         raise SettingRefused(field, getattr(config, field), accepted)
     try:
-        beside = {group.name: build_cache(group.geometry, count + 1) for group in groups}
+        beside = {g.name: build_cache(g.geometry, count + 1, device) for g in groups}
         return build_cache(geometry, count + 1, device), beside
     except (MemoryError, torch.OutOfMemoryError):
         accepted = f"what this machine has memory for: one page has {page_bytes} bytes"

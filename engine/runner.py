@@ -130,9 +130,11 @@ class NativeEngine:
         taps = tuple(sorted(last.union(drafter_taps, *(item.taps for item in items))))
         tap_dtype = torch.float32 if scored else torch.bfloat16
         if self._stepper is not None:
-            ran = self._stepper.run(items, minimum, taps, tap_dtype)
+            ran = self._stepper.run(items, minimum, taps, tap_dtype, beside)
             return [
-                self._result(placed, own, taps, ran.tap_rows, ())
+                self._result(
+                    placed, own, taps, ran.tap_rows, ran.written if placed.item.drafted else ()
+                )
                 for placed, own in zip(ran.placed, ran.chosen, strict=True)
             ]
         packed = pack(items, self._config.page_tokens, minimum, self._scratch_slot)
@@ -141,7 +143,7 @@ class NativeEngine:
         written: tuple[str, ...] = ()
         if beside is not None and tap_rows is not None:
             # Before anything is read back: the device has work while the host chooses.
-            written = beside.write(packed, taps, tap_rows, rows.positions, rows.slots)
+            written = beside.write(packed.placed, taps, tap_rows, rows.positions, rows.slots)
         drawer = partial(draw, gumbel_argmax=self._model.kernels.gumbel_argmax)
         chosen = [Chosen()] * len(items) if logits is None else choose(logits, items, drawer)
         rows_here = None if tap_rows is None else LateRows(tap_rows)

@@ -16,8 +16,10 @@ class Ran:
 
     tap_rows  outputs of the tap layers [rows, len(taps) * hidden]: bf16 on their way to the host,
               or as they were computed where prompts are scored
+    written   KV groups of a co-located drafter whose context the step wrote
     """
 
     placed: Sequence[Placed]
     chosen: Sequence[Chosen]
     tap_rows: LateRows | None
+    written: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ from engine.models.draft_context import ContextMemory, ContextRows, RowUpload
 from engine.models.draft_vocabulary import DraftVocabulary
 from engine.models.family import cache_geometry, latent_of
 from engine.models.kernel_sets import kernels_for
-from engine.models.layers import Kernels, Rows
+from engine.models.layers import Rows
 from engine.weights import Weights
 
 CPU = torch.device("cpu")
@@ -128,10 +128,6 @@ def choose_attention(
     )
 
 
-def kernels_of(options: DFlashOptions) -> Kernels:
-    return kernels_for(kernel_mode(options.kernels, options.device), options.weight_dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class SlotDraws:
     """tokens int64 [blocks, slots]; chances fp32 [blocks, slots] that each is accepted once those
@@ -166,7 +162,8 @@ class DFlashModel:
     ) -> None:
         """Without `memory` the draft gets pages of its own."""
         self.config, self.first_slot = config, config.first_slot
-        self.kernels, self.device = kernels_of(options), draft.device
+        self.device = draft.device
+        self.kernels = kernels_for(kernel_mode(options.kernels, self.device), options.weight_dtype)
         if memory is None:
             geometry = cache_geometry(config, attention.geometry)
             memory = ContextMemory.own(geometry, options.page_count, self.device)

@@ -17,16 +17,15 @@ from torch import Tensor
 from engine.attention.resolution import Resolution
 from engine.block_step import BlockStepper
 from engine.default_model import resolve_model
-from engine.device import resolve_device
+from engine.device import kernel_mode, resolve_device
 from engine.errors import CheckpointError
-from engine.linear import Int8Linear, Linear
+from engine.linear import Int8Linear, Linear, pack_linear
 from engine.models.config import from_hf
 from engine.models.dflash import (
     DFlashModel,
     DFlashOptions,
     DraftTables,
     choose_attention,
-    kernels_of,
 )
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_context import ContextMemory
@@ -100,7 +99,7 @@ class DraftTarget:
         if self._shared is not None and whole and not options.int8_head:
             return self._shared
         device = options.device
-        key = (vocabulary.rows, options.int8_head, kernels_of(options).mode, device)
+        key = (vocabulary.rows, options.int8_head, kernel_mode(options.kernels, device), device)
         if key not in self._heads:
             tied = self.model.tied_head
             weight = self.embedding(device) if tied else self._take("lm_head.weight", device)
@@ -198,7 +197,9 @@ def _tables(
 
 
 def _pack_head(weight: Tensor, options: DFlashOptions) -> Linear:
-    return Int8Linear(weight) if options.int8_head else kernels_of(options).pack(weight)
+    if options.int8_head:
+        return Int8Linear(weight)
+    return pack_linear(weight, kernel_mode(options.kernels, options.device))
 
 
 def read_mask_vector(checkpoint: Path, config: DFlashConfig, device: torch.device) -> Tensor | None:

@@ -5,7 +5,8 @@ python -m tests.load.bench_gpu_draft [--check] [--time] [--target DIR or .gguf] 
 Without --check and --time both are done. Checked: graphs equal launches, a session alone equals one
 among others, fp32 Triton equals fp32 torch token for token, and how often bf16 does. The shipped
 drafts run over the default target where it is installed or named, and over random weights of its
-shape otherwise. --tiny does the checks on random small drafts, under the interpreter.
+shape otherwise. Then the same with the drafter in the target's process: the text is that of plain
+decoding. --tiny does the checks on random small drafts, under the interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,14 @@ from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.dspark import DSparkMethod
 from engine.api import Sampling
 from engine.block_step import Wanted
+from engine.config import EngineConfig
 from engine.errors import CheckpointError
 from engine.models.dflash import Block, DFlashModel, DFlashOptions
 from engine.models.draft_context import ContextRows
 from engine.models.draft_loading import DraftTarget, load_draft
+from tests.load import colocated_draft
+from tests.load.bench_gpu_engine import write_random
+from tests.load.colocated_draft import Pair
 
 FP32: dict[str, Any] = {"weight_dtype": torch.float32}
 CONTEXT = 512
@@ -267,6 +272,42 @@ def tiny_setups(folder: Path) -> list[Setup]:
     return [Setup(name, method, folder / name, *place) for name, method in cases.items()]
 
 
+def colocated(setup: Setup, folder: Path, options: argparse.Namespace, both: bool) -> None:
+    """With the target's whole weights: the ones named or installed, else random ones."""
+    config = EngineConfig(
+        device=setup.device.type,
+        kernels="triton",
+        attention_backend="TRITON_ATTN",
+        max_length=2048,
+        kv_memory_mb=8192,
+    )
+    target, k = setup.target, 7
+    if options.tiny:
+        config, k = replace(config, dtype="float32", kv_pages=16, max_length=64), 4
+    elif Path(target).is_dir():
+        target = str(folder / "whole")
+        if not Path(target).is_dir():
+            write_random(Path(target), "smollm2-135m")
+    own = Pair(setup.name, setup.method, target, setup.draft, config, k)
+    if both or options.check:
+        asked = (2, 1, 60) if options.tiny else (5, 24, 1000)
+        attempt(f"{own.name} co-located", partial(checked_lines, own, asked))
+    if (both or options.time) and not options.tiny:
+        attempt(f"{own.name} co-located times", partial(timed_lines, own))
+
+
+def checked_lines(own: Pair, asked: tuple[int, int, int]) -> None:
+    for name, value in colocated_draft.check(own, *asked):
+        print(f"{own.name} co-located  {name}: {value}", flush=True)
+        if value is False:
+            FAILED.append(f"{own.name} co-located {name}")
+
+
+def timed_lines(own: Pair) -> None:
+    for line in colocated_draft.times(own):
+        print(f"{own.name} co-located  {line}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for flag in ("--check", "--time", "--tiny"):
@@ -289,6 +330,10 @@ def main() -> None:
                 attempt(f"{setup.name} times", partial(times, setup))
                 attempt(f"{setup.name} writes", partial(write_times, setup))
             torch.cuda.empty_cache()
+        for setup in setups:
+            if options.tiny or setup.name.startswith("shipped"):
+                colocated(setup, folder, options, both)
+                torch.cuda.empty_cache()
     print("failed: " + ", ".join(FAILED) if FAILED else "all checks passed")
 
 

@@ -66,6 +66,7 @@ async def test_both_services_are_one_process(pairs: Pairs) -> None:
         target = await running.target.GetInfo(target_pb2.TargetServiceGetInfoRequest())
         draft = await running.draft.GetInfo(draft_pb2.DraftServiceGetInfoRequest())
         assert draft.worker.incarnation == target.worker.incarnation != 0
+        assert draft.worker.device == target.worker.device == "cpu"
         (info,) = draft.drafters
         assert (info.method, info.max_draft_tokens) == ("dflash", K)
         assert list(info.row_format.tap_ids) == list(TAPS) and info.is_default
