@@ -106,7 +106,7 @@ class Schedule:
         at = HEADER + pages_per_span * capacity
         room = min(self.records(len(words), capacity, pages_per_span) - 2 * tiles, self.slots)
         size, chunk = self.tiles.keys, self.tiles.keys * self.tiles.chunk
-        parts = -(-end // size)
+        parts = max(-(-end // size), 1)  # a shard may have no keys at all
         if parts > self._longest(rows) or tiles * parts > min(self.programs, room):
             size, parts = chunk, -(-end // chunk)
             if tiles * 4 >= self.programs or (parts > 1 and tiles * parts > room):
