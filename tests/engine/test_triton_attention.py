@@ -116,9 +116,9 @@ def test_one_span_is_shared_out_as_among_many(seed: int) -> None:
         rng.choice([3, 50, 5000]),
     )
     rows = rng.choice([1, 1, 2, 8, 100, 900])
-    end = rng.randint(rows, rng.choice([1000, 20000]))
-    span = Span(PagePool(end, 16).allocate(end), end - rows, rng.randint(0, 9), rows)
-    pages, capacity = len(span.table.pages) + rng.randint(0, 2), rng.randint(1, 3)
+    end = rng.choice([0, *[rng.randint(rows, rng.choice([1000, 20000])) for _ in range(6)]])
+    span = Span(PagePool(end + 1, 16).allocate(end), end - rows, rng.randint(0, 9), rows)
+    pages, capacity = len(span.table.pages) + rng.randint(1, 2), rng.randint(1, 3)
     count = schedule.words(capacity, rows, pages * 16, pages)
     one, many = np.zeros(count, np.int32), np.zeros(count, np.int32)
     schedule.fill_one(one, span, capacity, pages, 16)

@@ -106,9 +106,9 @@ class Schedule:
         at = HEADER + pages_per_span * capacity
         room = min(self.records(len(words), capacity, pages_per_span) - 2 * tiles, self.slots)
         size, chunk = self.tiles.keys, self.tiles.keys * self.tiles.chunk
-        parts = -(-end // size)
+        parts = max(-(-end // size), 1)  # a shard may have no keys at all
         if parts > self._longest(rows) or tiles * parts > min(self.programs, room):
-            size, parts = chunk, -(-end // chunk)
+            size, parts = chunk, max(-(-end // chunk), 1)
             if tiles * 4 >= self.programs or (parts > 1 and tiles * parts > room):
                 parts = 1
         size = size if parts > 1 else end
