@@ -15,7 +15,7 @@ it equals that draw, so a draft can change speed only, never the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -94,7 +94,8 @@ class Item:
              tokens
     taps     layers whose outputs are returned as rows (0-based, before any final norm), strictly
              increasing
-    exact    keep the result independent of batch mates and of k (levels L2/L3)
+    exact    keep the result independent of batch mates and of k (levels L2/L3); a step in which
+             no item asks for it may run other kernels
     context  the session's committed tokens, the ids of this item that are no drafts included;
              `context[prompt_len:]` is the output so far. Read only where `sampling` needs it
     logprobs alternatives per drawn token; None: none are computed
@@ -124,7 +125,8 @@ class ItemResult:
     tokens   the accepted draft tokens and one of the target's own: accepted + 1 ids (empty when
              draws == 0)
     rows     bf16 CPU tensor [valid rows, len(taps) * hidden_size]: every row of a prompt chunk,
-             accepted + 1 rows of a verify block; None without taps
+             accepted + 1 rows of a verify block; None without taps. They may still be on their way
+             from a device: whoever reads them waits, on any thread
     margins  per token, highest filtered logit minus the second highest
     width    rows the step ran for this item, padding included
     logprobs         one per token of `tokens`, when asked for
@@ -133,11 +135,15 @@ class ItemResult:
 
     tokens: tuple[int, ...]
     accepted: int
-    rows: torch.Tensor | None
+    late_rows: Callable[[], torch.Tensor] | None
     margins: tuple[float, ...]
     width: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        return None if self.late_rows is None else self.late_rows()
 
 
 class Engine(Protocol):
@@ -151,8 +157,8 @@ class Engine(Protocol):
 
     @property
     def rows_independent(self) -> bool:
-        """True when a row's result does not depend on the rows beside it (checked at start):
-        `exact` then costs nothing."""
+        """True when a row of an `exact` step does not depend on the rows beside it (checked at
+        start): `exact` then needs no padding, no grid and no step of its own."""
         ...
 
     def allocate(self, length: int) -> PageTable:

@@ -1,29 +1,33 @@
-"""Steps on a GPU: one copy in, one launch sequence or CUDA graph, one copy out.
+"""Steps on a GPU: one copy in, one launch sequence or CUDA graph, the tokens in the host's memory.
 
 A step in which every item draws from all its rows (plain decoding, verify blocks) is run in a fixed
-shape, `batch` spans of `width` rows, and so by a graph; the rows and spans beyond the step's own
-write nothing and are not read. Steps with prompt chunks are launched as they are.
+shape, `batch` spans of `width` rows, and so by a graph. Steps with prompt chunks are launched as
+they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.api import Item
-from engine.attention.base import AttentionBackend, DeviceAttention, Span
-from engine.batch import Packed, Placed, pack, slots_of
+from engine.attention.base import AttentionBackend, DeviceAttention
+from engine.batch import Packed, pack
+from engine.block_words import BlockWords
 from engine.choose import Chosen, choose, draws_of, matched, plain
-from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawFields, write_draws
+from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawRows, write_draws
 from engine.graphs import StepGraphs
 from engine.kv.cache import PagedCache
 from engine.models.family import Model
-from engine.models.layers import Rows
+from engine.models.layers import Kernels, Rows
+from engine.sampling import Draw, filters
 from engine.step_words import StepWords
 from engine.stepper import Ran
+from engine.tap_export import LateRows, TapExport
 
 # Shapes of the graphs: a step takes the smallest that holds it.
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -32,11 +36,10 @@ _WIDTHS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """Device memory of one shape: logits fp32 [rows, vocab], tokens int64 [rows] (None: the host
-    draws), tap rows."""
+    """Device memory of one shape: logits fp32 [rows, vocab], and tap rows. The tokens are in the
+    shape's words, unless the host draws."""
 
     logits: Tensor
-    tokens: Tensor | None
     tap_rows: Tensor | None
 
 
@@ -56,74 +59,101 @@ class DeviceStepper:
         self._device, self._scratch_slot = cache.device, scratch_slot
         self._pages = -(-max_length // cache.geometry.page_tokens)
         self._graphs: StepGraphs[_Outputs] = StepGraphs("step", graphs)
-        self._shapes: dict[tuple[int, int], StepWords] = {}
+        self._shapes: dict[tuple[int, int], BlockWords] = {}
         self._words = StepWords(self._device)
         self._drawer = DeviceDrawer(model.kernels, self._device)
+        self._export = TapExport(self._device)
+        self._over: Any = None
+        if self._device.type == "cuda":
+            self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def run(
         self, items: Sequence[Item], minimum: int, taps: tuple[int, ...], tap_dtype: torch.dtype
     ) -> Ran:
-        shape = self._shape(items, tap_dtype) if not minimum else None
-        if shape is not None:
-            return self._run_blocks(items, shape, taps)
+        if not minimum and tap_dtype is torch.bfloat16:
+            words = self._block_words(items)
+            if words is not None:
+                return self._run_blocks(items, words, taps)
         packed = pack(items, self._cache.geometry.page_tokens, minimum, self._scratch_slot)
-        logits, tap_rows = self.forward(packed, taps, tap_dtype)
-        chosen = [Chosen()] * len(items)
-        if logits is not None:
-            chosen = choose(logits, items, self._drawer)
+        draws = [draw for item in items for draw in draws_of(item)]
+        at_once = self._drawer.fused and all(plain(item) for item in items)
+        kernels = self._kernels_of(items, len(packed.ids))
+        logits, tap_rows = self._run_packed(
+            packed, draws if at_once else (), taps, tap_dtype, kernels
+        )
+        late = LateRows(tap_rows) if tap_rows is not None else None
         if tap_dtype is torch.bfloat16:  # else somebody still computes with them
-            tap_rows = self._export(tap_rows)
-        return Ran(packed.placed, chosen, tap_rows)
+            late = self._export.take(tap_rows)
+        if logits is None:
+            return Ran(packed.placed, [Chosen()] * len(items), late)
+        if not at_once:
+            return Ran(packed.placed, choose(logits, items, self._drawer), late)
+        filtered = any(filters(item.sampling) for item in items if item.draws)
+        how = DrawRows.of(self._words.device("draws"), filtered)
+        tokens = self._drawer.draw(logits, how).tolist()
+        return Ran(packed.placed, _matched(items, tokens), late)
 
     def forward(
         self, packed: Packed, taps: tuple[int, ...], tap_dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        count, draws = len(packed.ids), len(packed.draw_rows)
-        words = self._words
-        words.layout(ids=count, positions=count, slots=count, draw_rows=draws)
+        """See `NativeEngine.forward`."""
+        return self._run_packed(packed, (), taps, tap_dtype, None)
+
+    def _kernels_of(self, items: Sequence[Item], rows: int) -> Kernels | None:
+        """None: the model's own."""
+        return None if any(item.exact for item in items) else self._model.kernels.loose(rows)
+
+    def _run_packed(
+        self,
+        packed: Packed,
+        draws: Sequence[Draw],
+        taps: tuple[int, ...],
+        tap_dtype: torch.dtype,
+        kernels: Kernels | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits of the rows that draw and the taps of all; `draws` are sent along."""
+        count, words, spans = len(packed.ids), self._words, packed.spans
+        backend = self._backend if isinstance(self._backend, DeviceAttention) else None
+        planned, pages = backend.capacity(spans) if backend else (0, 0)
+        words.layout(
+            ids=count,
+            positions=count,
+            slots=count,
+            draw_rows=len(packed.draw_rows),
+            draws=DRAW_WORDS * len(draws),
+            attention=planned,
+        )
         words.host("ids")[:] = packed.ids
         words.host("positions")[:] = packed.positions
         words.host("slots")[:] = packed.slots
         words.host("draw_rows")[:] = packed.draw_rows
-        plan = self._backend.plan(packed.spans)
+        write_draws(words.host("draws"), len(draws), enumerate(draws))
+        if backend:
+            backend.fill(words.host("attention"), spans, len(spans), pages)
         words.upload()
-        wanted = words.device("draw_rows") if draws else None
-        return self._launch(words, plan, wanted, taps, tap_dtype)
+        if backend:
+            plan = backend.view(words.device("attention"), len(spans), pages, 0)
+        else:
+            plan = self._backend.plan(spans)
+        rows = _rows(words, plan, kernels)
+        wanted = words.device("draw_rows") if packed.draw_rows else None
+        return self._launch(rows, wanted, taps, tap_dtype)
 
     def _launch(
-        self,
-        words: StepWords,
-        plan: object,
-        wanted: Tensor | None,
-        taps: tuple[int, ...],
-        tap_dtype: torch.dtype,
+        self, rows: Rows, wanted: Tensor | None, taps: tuple[int, ...], tap_dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        ids = words.device("ids")
-        rows = Rows(ids, words.device("positions"), words.device("slots"), plan)
-        width = len(taps) * self._model.config.hidden_size
         tap_rows = None
         if taps:
-            tap_rows = torch.empty(len(ids), width, dtype=tap_dtype, device=self._device)
+            width = len(taps) * self._model.config.hidden_size
+            tap_rows = torch.empty(len(rows.ids), width, dtype=tap_dtype, device=self._device)
         logits = self._model.forward(rows, self._cache, self._backend, wanted, taps, tap_rows)
         return logits, tap_rows
 
-    def _export(self, tap_rows: Tensor | None) -> Tensor | None:
-        """A bf16 copy on the CPU. Page-locked, so it goes at the full rate of the link."""
-        if tap_rows is None:
-            return None
-        out = torch.empty(
-            tap_rows.shape, dtype=torch.bfloat16, pin_memory=self._device.type == "cuda"
-        )
-        out.copy_(tap_rows, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return out
-
     # -- steps of a fixed shape ------------------------------------------------------------------
 
-    def _shape(self, items: Sequence[Item], tap_dtype: torch.dtype) -> tuple[int, int] | None:
-        """(batch, width) of the smallest shape that holds these items; None: there is none."""
-        if not isinstance(self._backend, DeviceAttention) or tap_dtype is not torch.bfloat16:
+    def _block_words(self, items: Sequence[Item]) -> BlockWords | None:
+        """Those of the smallest shape that holds these items; None: there is none."""
+        if not isinstance(self._backend, DeviceAttention):
             return None
         if any(item.draws != len(item.ids) for item in items):
             return None
@@ -131,83 +161,58 @@ class DeviceStepper:
         if len(items) > _BATCHES[-1] or widest > _WIDTHS[-1]:
             return None
         batch = next(size for size in _BATCHES if size >= len(items))
-        return batch, next(size for size in _WIDTHS if size >= widest)
-
-    def _run_blocks(
-        self, items: Sequence[Item], shape: tuple[int, int], taps: tuple[int, ...]
-    ) -> Ran:
-        batch, width = shape
-        words = self._words_of(shape)
-        placed = self._fill(words, items, batch, width)
-        words.upload()
-
-        def body() -> _Outputs:
-            assert isinstance(self._backend, DeviceAttention)
-            plan = self._backend.view(words.device("attention"), batch, self._pages, width)
-            every = words.device("draw_rows")
-            logits, tap_rows = self._launch(words, plan, every, taps, torch.bfloat16)
-            assert logits is not None
-            tokens = None
-            if self._drawer.fused:
-                tokens = self._drawer.draw(logits, DrawFields.of(words.device("draws")))
-            return _Outputs(logits, tokens, tap_rows)
-
-        outputs = self._graphs.run((batch, width, taps), body)
-        tap_rows = outputs.tap_rows
-        if tap_rows is not None:
-            tap_rows = tap_rows[: len(items) * width]
-        return Ran(placed, self._chosen(items, outputs, width), self._export(tap_rows))
-
-    def _words_of(self, shape: tuple[int, int]) -> StepWords:
-        words = self._shapes.get(shape)
+        width = next(size for size in _WIDTHS if size >= widest)
+        words = self._shapes.get((batch, width))
         if words is None:
-            assert isinstance(self._backend, DeviceAttention)
-            batch, width = shape
-            rows = batch * width
-            words = self._shapes[shape] = StepWords(self._device)
-            words.layout(
-                ids=rows,
-                positions=rows,
-                slots=rows,
-                draw_rows=rows,
-                draws=DRAW_WORDS * rows,
-                attention=self._backend.words(batch, rows, self._pages),
-            )
-            words.host("draw_rows")[:] = range(rows)
+            words = BlockWords(self._backend, batch, width, self._pages, self._scratch_slot)
+            self._shapes[batch, width] = words
         return words
 
-    def _fill(
-        self, words: StepWords, items: Sequence[Item], batch: int, width: int
-    ) -> list[Placed]:
-        page_tokens = self._cache.geometry.page_tokens
-        ids, positions, slots = (words.host(name) for name in ("ids", "positions", "slots"))
-        ids.fill(0)
-        positions.fill(0)
-        slots.fill(self._scratch_slot)
-        spans, placed, draws = [], [], []
-        for index, item in enumerate(items):
-            first, count = index * width, len(item.ids)
-            ids[first : first + count] = item.ids
-            positions[first : first + count] = range(item.start, item.start + count)
-            slots[first : first + count] = slots_of(
-                item.table.pages, page_tokens, item.start, count
-            )
-            spans.append(Span(item.table, item.start, first, count))
-            placed.append(Placed(item, first, width))
-            draws += [(first + row, draw) for row, draw in enumerate(draws_of(item))]
-        write_draws(words.host("draws"), batch * width, draws)
-        assert isinstance(self._backend, DeviceAttention)
-        self._backend.fill(words.host("attention"), spans, batch, self._pages)
-        return placed
+    def _run_blocks(self, items: Sequence[Item], words: BlockWords, taps: tuple[int, ...]) -> Ran:
+        placed = words.fill(items)
+        filtered = any(filters(item.sampling) for item in items)
+        kernels = self._kernels_of(items, words.rows)
 
-    def _chosen(self, items: Sequence[Item], outputs: _Outputs, width: int) -> list[Chosen]:
-        if outputs.tokens is not None and all(plain(item) for item in items):
-            drawn = outputs.tokens[: len(items) * width].tolist()
-            return [
-                matched(item, drawn[index * width : index * width + len(item.ids)])
-                for index, item in enumerate(items)
-            ]
+        def body() -> _Outputs:
+            every = words.device("draw_rows")
+            rows = _rows(words, words.plan(), kernels)
+            logits, tap_rows = self._launch(rows, every, taps, torch.bfloat16)
+            assert logits is not None
+            if self._drawer.fused:
+                self._drawer.draw(logits, words.draws(filtered), out=words.tokens)
+            return _Outputs(logits, tap_rows)
+
+        self._export.hold()
+        key = words.rows, words.width, taps, filtered, kernels is None
+        outputs = self._graphs.run(key, body)
+        if self._over is not None:
+            self._over.record()
+        used = len(items) * words.width
+        late = None
+        if outputs.tap_rows is not None:
+            late = self._export.take(outputs.tap_rows[:used])
+        if self._over is not None:
+            self._over.synchronize()
+        if self._drawer.fused and all(plain(item) for item in items):
+            return Ran(placed, _matched(items, words.drawn(used), words.width), late)
         rows = [
-            index * width + row for index, item in enumerate(items) for row in range(item.draws)
+            index * words.width + row
+            for index, item in enumerate(items)
+            for row in range(item.draws)
         ]
-        return choose(outputs.logits[rows], items, self._drawer)
+        return Ran(placed, choose(outputs.logits[rows], items, self._drawer), late)
+
+
+def _rows(words: StepWords | BlockWords, plan: object, kernels: Kernels | None) -> Rows:
+    ids, positions, slots = (words.device(name) for name in ("ids", "positions", "slots"))
+    return Rows(ids, positions, slots, plan, kernels)
+
+
+def _matched(items: Sequence[Item], drawn: Sequence[int], width: int = 0) -> list[Chosen]:
+    """Of plain items whose rows drew these tokens, items standing `width` rows apart (0: each
+    right behind the one before)."""
+    chosen, at = [], 0
+    for item in items:
+        chosen.append(matched(item, drawn[at : at + item.draws]))
+        at += width or item.draws
+    return chosen

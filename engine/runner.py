@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -25,6 +25,7 @@ from engine.logprobs import score_rows
 from engine.models.family import Model
 from engine.models.layers import Rows
 from engine.sampling import draw
+from engine.tap_export import LateRows
 
 
 class NativeEngine:
@@ -138,8 +139,9 @@ class NativeEngine:
             written = beside.write(packed, taps, tap_rows, rows.positions, rows.slots)
         drawer = partial(draw, gumbel_argmax=self._model.kernels.gumbel_argmax)
         chosen = [Chosen()] * len(items) if logits is None else choose(logits, items, drawer)
+        rows_here = None if tap_rows is None else LateRows(tap_rows)
         return [
-            self._result(placed, own, taps, tap_rows, written if placed.item.drafted else ())
+            self._result(placed, own, taps, rows_here, written if placed.item.drafted else ())
             for placed, own in zip(packed.placed, chosen, strict=True)
         ]
 
@@ -171,38 +173,46 @@ class NativeEngine:
         return logits, tap_rows
 
     def _item_rows(
-        self,
-        placed: Placed,
-        wanted: tuple[int, ...],
-        taps: tuple[int, ...],
-        tap_rows: Tensor | None,
-    ) -> Tensor | None:
+        self, placed: Placed, wanted: tuple[int, ...], taps: tuple[int, ...], tap_rows: LateRows
+    ) -> Tensor:
         """The item's rows with the columns of the wanted taps, out of those of all `taps`."""
-        if not wanted or tap_rows is None:
-            return None
-        rows = tap_rows[placed.first_row : placed.first_row + len(placed.item.ids)]
+        rows = tap_rows.get()[placed.first_row : placed.first_row + len(placed.item.ids)]
         if wanted == taps:
             return rows
         hidden = self._info.hidden_size
         columns = [rows[:, (at := taps.index(t) * hidden) : at + hidden] for t in wanted]
         return torch.cat(columns, dim=1)
 
+    def _late_rows(
+        self, placed: Placed, taps: tuple[int, ...], tap_rows: LateRows | None, valid: int
+    ) -> Callable[[], Tensor] | None:
+        if not placed.item.taps or tap_rows is None:
+            return None
+
+        def rows() -> Tensor:
+            own = self._item_rows(placed, placed.item.taps, taps, tap_rows)
+            return own[:valid].to("cpu", torch.bfloat16)
+
+        if tap_rows.arrived is not None:
+            return rows
+        here = rows()
+        return lambda: here
+
     def _result(
         self,
         placed: Placed,
         chosen: Chosen,
         taps: tuple[int, ...],
-        tap_rows: Tensor | None,
+        tap_rows: LateRows | None,
         written: tuple[str, ...],
     ) -> ItemResult:
         item = placed.item
         valid = len(item.ids) - (len(drafts_of(item)) - chosen.accepted)
         item.table.extend(item.start + valid, written)
-        rows = self._item_rows(placed, item.taps, taps, tap_rows)
         return ItemResult(
             tokens=chosen.tokens,
             accepted=chosen.accepted,
-            rows=None if rows is None else rows[:valid].to("cpu", torch.bfloat16),
+            late_rows=self._late_rows(placed, taps, tap_rows, valid),
             margins=chosen.margins,
             width=placed.width,
             logprobs=chosen.logprobs,
@@ -210,13 +220,13 @@ class NativeEngine:
         )
 
     def _prompt_logprobs(
-        self, placed: Placed, taps: tuple[int, ...], tap_rows: Tensor | None
+        self, placed: Placed, taps: tuple[int, ...], tap_rows: LateRows | None
     ) -> tuple[TokenLogprobs, ...]:
         """Row i of a prompt chunk scores the prompt's token after it."""
         item = placed.item
         if item.prompt_logprobs is None:
             return ()
+        assert tap_rows is not None
         following = item.context[item.start + 1 : item.prompt_len][: len(item.ids)]
         rows = self._item_rows(placed, (self._info.layer_count - 1,), taps, tap_rows)
-        assert rows is not None
         return score_rows(rows, self._model.logits_of, following, item.prompt_logprobs)

@@ -28,6 +28,9 @@ class StepWords:
         self._counts: dict[str, int] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._used = 0
+        self._copied: Any = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._allocate(_SMALLEST)
 
     def _allocate(self, words: int) -> None:
@@ -37,7 +40,10 @@ class StepWords:
         self._on_device = torch.zeros(words, dtype=torch.int32, device=self._device)
 
     def layout(self, **counts: int) -> None:
-        """Lays the fields out, `counts` words each. What they hold is anything."""
+        """Lays the fields out, `counts` words each. What they hold is anything. Waits until the
+        last `upload` has read the host's side."""
+        if self._copied is not None:
+            self._copied.synchronize()
         if counts == self._counts:
             return
         self._places, at = {}, 0
@@ -59,6 +65,9 @@ class StepWords:
         return self._on_device[first : first + count]
 
     def upload(self) -> None:
-        """Copies every field. The host's side may be written again once the step is over."""
+        """Copies every field. The host's side may be written again behind the next `layout`, or
+        once anything launched later is over."""
         used = slice(self._used)
         self._on_device[used].copy_(self._host[used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

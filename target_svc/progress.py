@@ -6,7 +6,6 @@ import asyncio
 
 from engine.api import Item, ItemResult
 from specwire.errors import Reason, SpecwireError
-from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc import results
 from target_svc.decode import key_to_wire
@@ -87,7 +86,6 @@ class Progress:
         session: Session,
         item: Item,
         result: ItemResult,
-        rows: Rows | None,
         now: float,
         proposal: common_pb2.Proposal | None = None,
     ) -> None:
@@ -96,10 +94,10 @@ class Progress:
         assert step is not None
         results.keep_scores(session, item, result)
         if item.draws:
-            self._end_step(session, step, item, result, rows, now, proposal)
+            self._end_step(session, step, item, result, now, proposal)
         else:
             self._shapes.end_chunk(session, item.start)
-            results.end_chunk(session, item, rows)
+            results.end_chunk(session, item, result)
         self._sharing.publish(session)
 
     def _end_step(
@@ -108,14 +106,13 @@ class Progress:
         step: Step,
         item: Item,
         result: ItemResult,
-        rows: Rows | None,
         now: float,
         proposal: common_pb2.Proposal | None,
     ) -> None:
         """Commits and answers a step, then begins what is next: a newer item, or the free run."""
         verdict = results.commit(session, step, result, proposal)
         session.link.send(target_pb2.TargetReply(verdict=verdict))
-        results.end_step(session, step.step_id, item, rows)
+        results.end_step(session, step.step_id, item, result)
         kind = "verify" if step.step_id else "open"
         self._metrics.verdict(kind, verdict.accepted, len(verdict.tokens))
         if step.asked:

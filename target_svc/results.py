@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 
 from engine.api import Item, ItemResult, TokenLogprobs
-from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.decode import key_to_wire
 from target_svc.outcome import trim
+from target_svc.rows import rows_of
 from target_svc.sessions import Session, Step
 
 
-def end_chunk(session: Session, item: Item, rows: Rows | None) -> None:
+def end_chunk(session: Session, item: Item, result: ItemResult) -> None:
     """A prompt chunk with more to come, run for the first time or again."""
     assert session.table is not None and session.computed is not None
     if session.opening:
         session.computed = max(session.computed, session.table.length)
-        _send_rows(session, 0, item.start, rows)
+        _send_rows(session, 0, item.start, result)
 
 
 def keep_scores(session: Session, item: Item, result: ItemResult) -> None:
@@ -75,13 +75,13 @@ def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
     )
 
 
-def end_step(session: Session, step_id: int, item: Item, rows: Rows | None) -> None:
+def end_step(session: Session, step_id: int, item: Item, result: ItemResult) -> None:
     """Sends the rows of a committed step.
 
     After the verdict, which has the longer way: through the coordinator, to the draft's Advance.
     """
     # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
-    _send_rows(session, step_id, item.start, rows, end=len(session.ids) - 1)
+    _send_rows(session, step_id, item.start, result, end=len(session.ids) - 1)
 
 
 def free_step(session: Session, after: Step) -> Step:
@@ -99,10 +99,13 @@ def free_step(session: Session, after: Step) -> Step:
 
 
 def _send_rows(
-    session: Session, step_id: int, start: int, rows: Rows | None, end: int | None = None
+    session: Session, step_id: int, start: int, result: ItemResult, end: int | None = None
 ) -> None:
     """Keeps and pushes the rows of [start, end), except those that the draft already has."""
-    if session.sink is None or rows is None:
+    if session.sink is None:
+        return
+    rows = rows_of(result)
+    if rows is None:
         return
     skip = max(0, session.rows_start - start) if step_id == 0 else 0
     wanted = rows[skip : None if end is None else end - start]

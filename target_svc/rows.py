@@ -14,9 +14,10 @@ from specwire.tensors import Rows
 
 def rows_of(result: ItemResult) -> Rows | None:
     """The result's rows, bits unchanged: numpy has no bfloat16, so they are viewed as uint16."""
-    if result.rows is None:
+    found = result.rows  # waits for a device's
+    if found is None:
         return None
-    rows: Rows = result.rows.contiguous().view(torch.uint16).numpy()
+    rows: Rows = found.contiguous().view(torch.uint16).numpy()
     return rows
 
 

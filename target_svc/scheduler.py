@@ -13,14 +13,12 @@ from concurrent.futures import Executor
 
 from engine.api import Drafter, Engine, Item, ItemResult
 from specwire.errors import Reason, SpecwireError, internal_error
-from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.batch import BatchBuilder
 from target_svc.metrics import Metrics
 from target_svc.progress import Progress
 from target_svc.proposing import Wish, propose, wish_of
 from target_svc.residency import Residency
-from target_svc.rows import rows_of
 from target_svc.sessions import OpenSpec, Session, SessionTable, Step
 from target_svc.settings import TargetSettings
 from target_svc.shapes import Shapes
@@ -184,13 +182,13 @@ class Scheduler:
         # The way to the thread and back is the step's; the drafter's time stands in its proposals.
         elapsed = time.perf_counter() - before - drafting
         self._metrics.step(len(items), elapsed)
-        for (session, item), (result, rows, proposal) in zip(batch, answers, strict=True):
+        for (session, item), (result, proposal) in zip(batch, answers, strict=True):
             session.running = False
             if session.closed or session.step is None:
                 continue
             session.step.compute_s += elapsed
             session.step.width = result.width
-            self._progress.end_item(session, item, result, rows, loop.time(), proposal)
+            self._progress.end_item(session, item, result, loop.time(), proposal)
 
     def _engine_failed(self, sessions: list[Session], error: Exception) -> None:
         """The sessions of a failed step end: what their pages hold is unknown."""
@@ -208,7 +206,7 @@ class Scheduler:
             self._on_engine_down()
 
 
-Answer = tuple[ItemResult, Rows | None, common_pb2.Proposal | None]
+Answer = tuple[ItemResult, common_pb2.Proposal | None]
 
 
 def _run(
@@ -222,5 +220,4 @@ def _run(
     if drafter is not None and any(wish is not None for wish in wishes):
         proposals = propose(drafter, wishes, results)
     drafting = time.perf_counter() - began
-    rows = [rows_of(result) for result in results]
-    return list(zip(results, rows, proposals, strict=True)), drafting
+    return list(zip(results, proposals, strict=True)), drafting

@@ -1,11 +1,12 @@
 """In which shape each position is computed, and so which cached pages a session may take.
 
-Where the engine's rows are independent, KV is the same bits however it was computed: every page of
-accepted tokens is published, and every session may take it, whatever its mode. Where they are not,
+Where the engine's rows are independent, KV of an `exact` session is the same bits however it was
+computed: every page of accepted tokens is published for all of them. Where they are not,
 an `exact` session computes prompt tokens in chunks cut on an absolute grid, the last one at the
 prompt's end, and later tokens in blocks of one width. It publishes and takes whole chunks of the
 grid only, for those are cut alike in every prompt; and after preemption it runs again what it ran
-before. `fast` sessions promise less and have pages of their own.
+before. `fast` sessions promise less and have pages of their own: an engine
+may compute them by other kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Shapes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         parts = (engine.info.fingerprint, engine.info.numerics)
-        self._roots = {fixed: chain_root(*parts, str(fixed)) for fixed in (False, True)}
+        self._roots = {exact: chain_root(*parts, str(exact)) for exact in (False, True)}
 
     def fixed(self, session: Session) -> bool:
         """Whether the session's positions must keep the shape that first computed them."""
@@ -29,7 +30,7 @@ class Shapes:
 
     def root(self, session: Session) -> bytes:
         """Names begin here; sessions with different roots never share published pages."""
-        return self._roots[self.fixed(session)]
+        return self._roots[session.spec.exact]
 
     def edge(self, length: int) -> int:
         """The last edge of the grid that is not behind `length`."""

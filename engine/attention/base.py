@@ -88,11 +88,17 @@ class DeviceAttention(AttentionBackend):
         """The plan made of device words (int32, as many as were filled). `width` > 0: every span
         has that many rows, or none; 0: any."""
 
-    def plan(self, spans: Sequence[Span]) -> Any:
-        device, page = self.cache.device, self.cache.geometry.page_tokens
+    def capacity(self, spans: Sequence[Span]) -> tuple[int, int]:
+        """Words and pages a span that just these spans need."""
+        page = self.cache.geometry.page_tokens
         pages = max((-(-(span.start + span.row_count) // page) for span in spans), default=0)
-        count = self.words(len(spans), sum(span.row_count for span in spans), max(pages, 1))
+        pages = max(pages, 1)
+        return self.words(len(spans), sum(span.row_count for span in spans), pages), pages
+
+    def plan(self, spans: Sequence[Span]) -> Any:
+        device = self.cache.device
+        count, pages = self.capacity(spans)
         # The caching allocator keeps pinned memory back until copies out of it are done.
         words = torch.empty(count, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.fill(words.numpy(), spans, len(spans), max(pages, 1))
-        return self.view(words.to(device, non_blocking=True), len(spans), max(pages, 1), 0)
+        self.fill(words.numpy(), spans, len(spans), pages)
+        return self.view(words.to(device, non_blocking=True), len(spans), pages, 0)

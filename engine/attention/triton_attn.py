@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.base import DeviceAttention, LayerMode, Span
 from engine.attention.kernels import paged
-from engine.attention.kernels.schedule import HEADER, Schedule, Tiles, tiles_for
+from engine.attention.kernels.schedule import FEW_ROWS, HEADER, Schedule, Tiles, tiles_for
 from engine.kv.cache import KVCache, PagedCache
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ _INTERPRETED_PROCESSORS = 3  # few, so that small tests see every kind of schedu
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
     """Words of one step on the device, and what its launches depend on besides. `tiles` bounds the
-    tiles to combine, 0 where there can be none; `whole` as in `paged._attend`."""
+    tiles to combine, 0 where there can be none; `whole` and `finish` as in `paged._attend`."""
 
     words: Tensor
     table_at: int
@@ -39,8 +39,10 @@ class TritonPlan:
     programs: int
     tiles: int
     whole: bool
+    finish: int
     sums: Tensor
     parts: Tensor
+    arrived: Tensor
 
 
 def padded(width: int) -> int:
@@ -77,7 +79,8 @@ class TritonPaged(DeviceAttention):
         programs = -(-8 * processors // kv_heads)
         slots = _WORKSPACE_BYTES // slot_bytes
         self._schedule = Schedule(tiles, query_heads // kv_heads, programs, slots)
-        self._workspace = torch.empty(0, device=cache.device), torch.empty(0, device=cache.device)
+        empty = torch.empty(0, device=cache.device)
+        self._workspace = empty, empty, empty
 
     def words(self, spans: int, rows: int, pages_per_span: int) -> int:
         keys = pages_per_span * self.cache.geometry.page_tokens
@@ -101,7 +104,7 @@ class TritonPaged(DeviceAttention):
         records = schedule.records(len(words), span_capacity, pages_per_span)
         tiles = span_capacity * schedule.tiles_of(width) if width else records
         parts = min(records, schedule.slots) if keys > self.tiles.keys else 0
-        sums, parted = self._partial_results(parts)
+        sums, parted, arrived = self._partial_results(parts)
         return TritonPlan(
             words=words,
             table_at=HEADER,
@@ -110,11 +113,13 @@ class TritonPaged(DeviceAttention):
             programs=max(1, min(records, schedule.programs)),
             tiles=tiles if parts else 0,
             whole=schedule.whole(span_capacity, width, keys, records),
+            finish=FEW_ROWS if parts and 0 < width * schedule.group <= FEW_ROWS else 0,
             sums=sums,
             parts=parted,
+            arrived=arrived,
         )
 
-    def _partial_results(self, slots: int) -> tuple[Tensor, Tensor]:
+    def _partial_results(self, slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Memory for partial results, shared by the steps of this backend: they run one after the
         other. A plan holds on to what it was made with."""
         rows = slots * self.cache.geometry.kv_heads * self.tiles.rows
@@ -122,7 +127,9 @@ class TritonPaged(DeviceAttention):
             device = self.cache.device
             sums = torch.empty(rows * 2, dtype=torch.float32, device=device)
             parts = torch.empty(rows * self._block, dtype=torch.float32, device=device)
-            self._workspace = sums, parts
+            counters = 2 * slots * self.cache.geometry.kv_heads
+            arrived = torch.zeros(counters, dtype=torch.int32, device=device)
+            self._workspace = sums, parts, arrived
         return self._workspace
 
     def run(self, plan: TritonPlan, layer: int, q: Tensor) -> Tensor:
@@ -200,11 +207,13 @@ class TritonAttention(TritonPaged):
             "enable_fp_fusion": False,
         }  # fmt: skip
         paged._attend[(shape.kv_heads, plan.programs)](
-            q, k, v, out, logs, plan.sums, plan.parts, plan.words, plan.items_at, plan.table_at,
-            plan.pages_per_span, q.stride(0), k.stride(0), k.stride(1),
+            q, k, v, out, logs, plan.sums, plan.parts, plan.arrived, plan.words, plan.items_at,
+            plan.table_at, plan.pages_per_span, q.stride(0), k.stride(0), k.stride(1),
             shape.head_dim**-0.5 * math.log2(math.e), mode.window or 0,
             PAGE=shape.page_tokens, WHOLE=plan.whole, HALF=self._half, IEEE=self._ieee,
+            FINISH=plan.finish,
             num_warps=tiles.warps, num_stages=tiles.stages, **fixed,
         )  # fmt: skip
-        self._combine(plan, out, logs, mode.window or 0, fixed)
+        if not plan.finish:
+            self._combine(plan, out, logs, mode.window or 0, fixed)
         return out

@@ -22,13 +22,15 @@ from engine.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The packed rows of one forward: ids, positions and flat KV slots, each an integer tensor
-    [rows], and the attention plan.
+    [rows], and the attention plan. `kernels` are better ones for these rows than the model's own,
+    where there are any.
     """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
     plan: Any
+    kernels: Kernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,12 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     rope_kv_write: Callable[..., None]
     gumbel_argmax: Callable[..., Tensor]
-    # Draw and filters in one, nothing read by the host; see `device_draw`.
+    # (logits, DrawRows, out=): draw and filters in one, nothing read by the host.
     draw: Callable[..., Tensor] | None = None
+
+    def loose(self, rows: int) -> Kernels | None:
+        """Better ones for a step of so many rows whose bits may depend on each other, if any."""
+        return None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return pack_linear(weight, self.mode, bias)
@@ -90,6 +96,23 @@ class Kernels:
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, linear: Linear
     ) -> Tensor:
         return linear(self.norm(residual, delta, weight, eps))
+
+    def norm_qkv_store(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        linear: Linear,
+        shape: QkvShape,
+        norms: HeadNorms | None,
+        rope: RopeTables,
+        rows: Rows,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """`norm_linear`, then `store` of that."""
+        qkv = self.norm_linear(residual, delta, weight, eps, linear)
+        return self.store(qkv, shape, norms, eps, rope, rows, cache)
 
     def norm_gated(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear

@@ -101,15 +101,16 @@ class LlamaModel:
         `tap_rows` [rows, len(taps) * hidden] gets the residual stream after each tap layer, before
         any final norm.
         """
-        run, eps = self.kernels, self.config.rms_eps
+        run, eps = rows.kernels or self.kernels, self.config.rms_eps
         residual = run.embed(rows.ids, self.embedding)
         tapped = Taps(taps, tap_rows, residual)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            qkv = run.norm_linear(residual, delta, layer.norm, eps, layer.qkv)
+            q = run.norm_qkv_store(
+                residual, delta, layer.norm, eps, layer.qkv, self._qkv, layer.head_norms,
+                self.rope, rows, (cache.k[index], cache.v[index]),
+            )  # fmt: skip
             tapped.take(index - 1)
-            pages = cache.k[index], cache.v[index]
-            q = run.store(qkv, self._qkv, layer.head_norms, eps, self.rope, rows, pages)
             attended = backend.run(rows.plan, index, q).flatten(1)
             delta = run.linear_add(attended, layer.out, residual)
             inner = run.norm_gated(residual, delta, layer.mlp_norm, eps, layer.mlp.gate_up)

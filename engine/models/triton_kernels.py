@@ -11,15 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.draw_rows import DrawRows
 from engine.kernels.cpu.reference import rope_kv_write_ref, silu_mul_ref
-from engine.kernels.triton import gemm, norm, store
-from engine.kernels.triton.draw import DrawRows, draw
+from engine.kernels.triton import gemm, norm, store, wide
+from engine.kernels.triton.draw import draw
+from engine.kernels.triton.qkv import norm_qkv_store
+from engine.kernels.triton.tiles import Wide
 from engine.linear import DeviceLinear, Linear
 from engine.models.layers import HeadNorms, Kernels, QkvShape, RopeTables, Rows
 
 
 def triton_kernels(dtype: torch.dtype) -> TritonKernels:
-    """The operators for activations of that dtype."""
+    """The operators for activations of that dtype. On a GPU it is tried which tiles of many rows
+    give the bits of those of few."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps, dtype)
@@ -35,7 +39,8 @@ def triton_kernels(dtype: torch.dtype) -> TritonKernels:
         silu_mul_ref,
         rope_kv_write_ref,
         _gumbel_argmax,
-        _draw,
+        draw,
+        wide.equal_tiles(dtype),
     )
 
 
@@ -46,19 +51,6 @@ def _gumbel_argmax(
     return draw(logits, DrawRows(*asked))
 
 
-def _draw(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    choice: Tensor,
-    index: Tensor,
-    min_p: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-) -> Tensor:
-    return draw(logits, DrawRows(temperature, seed, choice, index, min_p, top_k, top_p))
-
-
 def _device(linear: Linear) -> DeviceLinear:
     assert isinstance(linear, DeviceLinear)
     return linear
@@ -66,6 +58,17 @@ def _device(linear: Linear) -> DeviceLinear:
 
 @dataclass(frozen=True)
 class TritonKernels(Kernels):
+    """`wide`: tiles that a product of many rows may be given. From `loose_rows` on cuBLAS is worth
+    its own launches of norm, rotation and product."""
+
+    wide: Wide = ()
+    loose_rows: int = 64
+
+    def loose(self, rows: int) -> Kernels | None:
+        from engine.models.loose_kernels import loose_kernels  # made of these
+
+        return loose_kernels(self) if rows >= self.loose_rows else None
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return norm.embed(ids, table)
 
@@ -74,18 +77,40 @@ class TritonKernels(Kernels):
     ) -> Tensor:
         _add(residual, delta)
         product = _device(linear)
-        return gemm.norm_linear(residual, weight, eps, product.weight, product.bias)
+        return gemm.norm_linear(residual, weight, eps, product.weight, product.bias, wide=self.wide)
+
+    def norm_qkv_store(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        linear: Linear,
+        shape: QkvShape,
+        norms: HeadNorms | None,
+        rope: RopeTables,
+        rows: Rows,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        _add(residual, delta)
+        product = _device(linear)
+        return norm_qkv_store(
+            residual, weight, eps, product.weight, product.bias, norms, rope.cos, rope.sin,
+            rows.positions, *cache, rows.slots, self.wide,
+        )  # fmt: skip
 
     def norm_gated(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear
     ) -> Tensor:
         _add(residual, delta)
         product = _device(gate_up)
-        return gemm.norm_gate_up(residual, weight, eps, product.weight, product.bias)
+        return gemm.norm_gate_up(
+            residual, weight, eps, product.weight, product.bias, wide=self.wide
+        )
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor | None:
         product = _device(linear)
-        gemm.linear_add(x, product.weight, product.bias, residual)
+        gemm.linear_add(x, product.weight, product.bias, residual, wide=self.wide)
         return None
 
     def head(
@@ -98,7 +123,7 @@ class TritonKernels(Kernels):
         rows: Tensor | None,
     ) -> Tensor:
         _add(residual, delta)
-        return gemm.head(residual, rows, weight, eps, _device(linear).weight)
+        return gemm.head(residual, rows, weight, eps, _device(linear).weight, self.wide)
 
     def store(
         self,

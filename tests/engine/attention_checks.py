@@ -143,9 +143,13 @@ def check_words_are_refilled() -> None:
 
     What is launched depends on the capacities, so a graph replay does the same.
     """
-    width, capacity, pages = 4, 3, 12
     cache, spans = build([(150, 4), (3, 4), (70, 4), (31, 4)], 1, 32, 16, torch.float32)
-    backend = TritonAttention(cache, 2, MODES, torch.float32, SMALL, 2)
+    for processors in (1, 2):
+        _refill(TritonAttention(cache, 2, MODES, torch.float32, SMALL, processors), spans)
+
+
+def _refill(backend: TritonAttention, spans: Sequence[Span]) -> None:
+    width, capacity, pages = 4, 3, 12
     host = np.full(backend.words(capacity, capacity * width, pages), -1, dtype=np.int32)
     words = torch.from_numpy(host)
     plan = backend.view(words, capacity, pages, width)
@@ -159,6 +163,8 @@ def check_words_are_refilled() -> None:
             for layer in (3,) if given is padded else (0, 3):
                 eager = backend.run(backend.plan(chosen), layer, q[rows])
                 assert torch.equal(backend.run(plan, layer, q)[rows], eager)
+    # The last programs have added up, and left their counters as they were.
+    assert plan.finish and int(words[1]) > 0 and not bool(plan.arrived.any())
 
 
 def check_lse_over_shards() -> None:

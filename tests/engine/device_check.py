@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 if "--cuda" not in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 from engine.api import Item, Sampling
+from engine.models.loose_kernels import LooseKernels
 from engine.runner import NativeEngine
 from tests.engine.tiny import load_tiny, write_model
 
@@ -20,14 +22,18 @@ SAMPLED = Sampling(temperature=0.9, seed=2**63 + 5, top_k=20, top_p=0.9)
 
 
 def tokens(
-    engine: NativeEngine, sampling: Sampling, drafts: list[int], count: int = 4
+    engine: NativeEngine,
+    sampling: Sampling,
+    drafts: list[int],
+    count: int = 4,
+    exact: bool = True,
 ) -> list[int]:
     """After a prompt of 11 tokens, beside another session, with drafts that are mostly wrong."""
     prompts = [list(range(3, 14)), list(range(20, 27))]
     tables = [engine.allocate(0) for _ in prompts]
     texts = [list(prompt) for prompt in prompts]
     starts = [
-        Item(table, ids, 0, 1, sampling, context=ids, prompt_len=len(ids))
+        Item(table, ids, 0, 1, sampling, exact=exact, context=ids, prompt_len=len(ids))
         for table, ids in zip(tables, prompts, strict=True)
     ]
     for text, result in zip(texts, engine.step(starts), strict=True):
@@ -36,7 +42,7 @@ def tokens(
         items = [
             Item(
                 table, [text[-1], *drafts], len(text) - 1, 1 + len(drafts), sampling,
-                taps=(0, 2), context=text, prompt_len=len(prompt),
+                taps=(0, 2), exact=exact, context=text, prompt_len=len(prompt),
             )
             for table, text, prompt in zip(tables, texts, prompts, strict=True)
         ]  # fmt: skip
@@ -61,6 +67,11 @@ def main() -> None:
             expected = tokens(plain, sampling, [])
             assert tokens(fused, sampling, []) == expected
             assert tokens(fused, sampling, [7, 8]) == expected
+        # Products by torch, as steps of many rows have them that need not be exact.
+        model = fused._model
+        model.kernels = replace(model.kernels, loose_rows=1)
+        assert isinstance(model.kernels.loose(1), LooseKernels)
+        assert tokens(fused, SAMPLED, [7, 8], 2, exact=False) == expected[:2]
     print("equal")
 
 

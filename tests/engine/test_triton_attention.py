@@ -103,3 +103,24 @@ def test_every_key_is_shared_out_once(seed: int) -> None:
         held = -(-(span.start + span.row_count) // 16)
         row = words[HEADER + index * pages :][:held].tolist()
         assert row == span.table.pages[:held]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_span_is_shared_out_as_among_many(seed: int) -> None:
+    """The short way of a single span gives the words of the general one."""
+    rng = random.Random(seed)
+    schedule = Schedule(
+        rng.choice([Tiles(16, 16, 4, 4, 2), tiles_for(3, 64, True)]),
+        rng.choice([1, 3, 8]),
+        rng.choice([4, 40, 1000]),
+        rng.choice([3, 50, 5000]),
+    )
+    rows = rng.choice([1, 1, 2, 8, 100, 900])
+    end = rng.randint(rows, rng.choice([1000, 20000]))
+    span = Span(PagePool(end, 16).allocate(end), end - rows, rng.randint(0, 9), rows)
+    pages, capacity = len(span.table.pages) + rng.randint(0, 2), rng.randint(1, 3)
+    count = schedule.words(capacity, rows, pages * 16, pages)
+    one, many = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    schedule.fill_one(one, span, capacity, pages, 16)
+    schedule.fill_many(many, [span], capacity, pages, 16)
+    assert one.tolist() == many.tolist()

@@ -12,7 +12,17 @@ import pytest
 
 CHECKS = (
     *("linear_add", "norm_linear", "norm_gate_up", "head", "embed", "qkv_store", "context_store"),
-    *("plain", "noise", "draw", "filters", "accept", "walk", "rows independent"),
+    *(
+        "plain",
+        "noise",
+        "draw",
+        "filters",
+        "draw words",
+        "accept",
+        "walk",
+        "rows independent",
+        "wide head",
+    ),
 )
 
 

@@ -9,12 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.api import Sampling
+from engine.draw_rows import DRAW_WORDS, write_draws
+from engine.kernels.cpu.reference import gumbel_argmax_ref
 from engine.kernels.triton import ops, plain, tiles
 from engine.kernels.triton import reference as ref
 from engine.kernels.triton.noise import gumbel as gumbel_of
 from engine.kernels.triton.noise import philox as philox_words
 from engine.models.rope import Rope, rope_tables
 from engine.noise import gumbel, philox
+from engine.sampling import Draw
+from engine.sampling import draw as draw_on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -97,6 +102,29 @@ def check_rows(dtype: torch.dtype) -> None:
     same_bits("norm_gate_up", lambda f, c: ops.norm_gate_up(stream[f : f + c], scale, EPS, w), rows)
 
 
+def check_wide(dtype: torch.dtype) -> None:
+    """Larger tiles for many rows, with the scales of a norm passed on."""
+    rows, k, n, limit = 35, 40, 24, LIMITS[dtype]
+    tile = (tiles.Tile(n=16, k=16, warps=4, stages=2, rows=32),)
+    x, stream, scale = rand(rows, k, dtype=dtype), rand(rows, k) * 30, rand(k)
+    w, b = rand(n, k, dtype=dtype), rand(n, dtype=dtype)
+    assert tiles.wide_tile(tile, rows, n, False) and not tiles.wide_tile(tile, 32, n, False)
+    runs: dict[str, Callable[[tiles.Wide], torch.Tensor]] = {
+        "linear": lambda wide: ops.linear(x, w, b, wide=wide),
+        "norm_linear": lambda wide: ops.norm_linear(stream, scale, EPS, w, b, wide=wide),
+        "norm_gate_up": lambda wide: ops.norm_gate_up(stream, scale, EPS, w, b, wide=wide),
+        "head": lambda wide: ops.head(stream, ints([*range(34, -1, -1)]), scale, EPS, w, wide),
+    }
+    for name, run in runs.items():
+        close(f"wide {name} {dtype}", run(tile), run(()), limit / 10)
+        if DEVICE == "cuda":
+            assert torch.equal(run(tile), run(())), name
+    added = [torch.ones(rows, n, device=DEVICE) for _ in "ab"]
+    ops.linear_add(x, w, b, added[0], wide=tile)
+    ops.linear_add(x, w, b, added[1])
+    close(f"wide linear_add {dtype}", *added, limit / 10)
+
+
 def check_deep() -> None:
     """Behind a certain depth the norm is a kernel of its own."""
     k = tiles.FUSED_NORM_DEPTH + 8
@@ -152,6 +180,37 @@ def check_store(dtype: torch.dtype, cache: torch.dtype, dim: int, normed: bool) 
     ops.context_store(kv, scales, EPS, cos, sin, positions, both[0], slots)
     ref.context_store_ref(kv.double(), scales, EPS, cos, sin, positions, both[1], slots)
     close(f"context_store {cache}", both[0].float(), both[1].float(), limit)
+
+
+def check_qkv(dtype: torch.dtype, cache: torch.dtype, dim: int, normed: bool, rows: int) -> None:
+    """The fused kernel against its parts, few rows and many."""
+    heads, kv_heads, pages, page, k = 3, 1, 10, 4, 40
+    n = (heads + 2 * kv_heads) * dim
+    cos, sin = (t.to(DEVICE) for t in rope_tables(Rope(500.0, 100), dim, 100))
+    positions = ints([7 * row % 100 for row in range(rows)], torch.int32)
+    slots = ints([row if row % 5 else -1 for row in range(rows)], torch.int32)
+    stream, scale = rand(rows, k) * 30, rand(k)
+    w, b = rand(n, k, dtype=dtype), rand(n, dtype=dtype)
+    norms = (rand(dim), rand(dim)) if normed else None
+    tile = (tiles.Tile(n=16, k=16, warps=4, stages=2, rows=32),)
+    made = []
+    for run in ("parts", "fused", "many"):
+        kv = [torch.zeros(pages, page, kv_heads, dim, device=DEVICE).to(cache) for _ in "kv"]
+        rest = norms, EPS, cos, sin, positions, *kv, slots
+        if run == "parts":
+            q = ops.qkv_store(ops.norm_linear(stream, scale, EPS, w, b), *rest)
+        else:
+            rest = norms, *rest[2:]
+            wide = tile if run == "many" else ()
+            q = ops.norm_qkv_store(stream, scale, EPS, w, b, *rest, wide=wide)
+        made.append((q, *kv))
+    name, limit = f"qkv {dtype} {cache} {dim} {normed} {rows}", 0.1 if cache.itemsize == 1 else 1e-2
+    for other in made[1:]:
+        for got, wanted in zip(other, made[0], strict=True):
+            close(name, got.float(), wanted.float(), limit)
+    if DEVICE == "cuda":
+        for got, wanted in zip(made[1], made[2], strict=True):
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8)), name
 
 
 def settings(rows: int, **changes: list[float]) -> ops.DrawRows:
@@ -230,6 +289,31 @@ def check_filters() -> None:
     print("filters: ok")
 
 
+def check_draw_words() -> None:
+    """What the host writes is what is drawn; rows without filters draw alike with and without
+    those fields."""
+    rows, vocab = 6, 300
+    logits = rand(rows, vocab) * 2
+    for top_k in (0, 3):
+        draws = [
+            Draw(
+                Sampling(temperature=0.4 * (r % 3), seed=2**64 - 1 - r, choice=r, top_k=top_k),
+                9 + r,
+            )
+            for r in range(rows)
+        ]
+        words = torch.full((DRAW_WORDS * (rows + 2),), -1, dtype=torch.int32)
+        write_draws(words.numpy(), rows + 2, enumerate(draws))
+        words = words.to(DEVICE)
+        padded = torch.cat([logits, logits[:2]])
+        found = {f: ops.draw(padded, ops.DrawRows.of(words, f)).tolist() for f in (False, True)}
+        wanted = draw_on_host(logits.cpu(), draws, False, gumbel_argmax_ref)[0]
+        assert found[True][:rows] == wanted, top_k
+        assert (found[True] == found[False]) == (top_k == 0)
+        assert found[True][rows:] == logits[:2].argmax(1).tolist()
+    print("draw words: ok")
+
+
 def check_accept() -> None:
     drawn, given = [5, 6, 7, 8, 1, 2, 3, 9, 4], [0, 5, 6, 9, 0, 1, 2, 0, 0]
     first, count, width = [0, 4, 7, 0, 8, 1], [4, 3, 1, 0, 1, 2], 5
@@ -260,13 +344,19 @@ if __name__ == "__main__":
         check_products(dtype, 72, 40, 3, True)
         check_products(dtype, 64, 33, 18, False)
         check_rows(dtype)
+        check_wide(dtype)
     check_deep()
     check_plain()
     check_store(torch.float32, torch.float32, 16, True)
     check_store(torch.bfloat16, torch.bfloat16, 24, False)
     check_store(torch.bfloat16, torch.float8_e4m3fn, 16, True)
+    check_qkv(torch.float32, torch.float32, 12, False, 3)
+    check_qkv(torch.bfloat16, torch.bfloat16, 16, False, 35)
+    check_qkv(torch.bfloat16, torch.float8_e4m3fn, 16, False, 33)
+    check_qkv(torch.bfloat16, torch.bfloat16, 16, True, 3)
     check_noise()
     check_draw()
     check_filters()
+    check_draw_words()
     check_accept()
     check_walk()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.kernels.triton import ops
 from engine.kernels.triton import reference as ref
+from engine.kernels.triton.tiles import WIDE, Wide
 from engine.models.rope import Rope, rope_tables
 from tests.load.kernel_shapes import EPS, SHAPES, Shape, normal, weight
 
@@ -96,6 +97,56 @@ def _stores(shape: Shape, cache: torch.dtype) -> Iterator[tuple[str, float]]:
     yield f"context_store {cache}", error(got.float(), wanted.double())
 
 
+def _crowds(shape: Shape) -> Iterator[tuple[str, bool]]:
+    """Whether rows have the bits among hundreds, in the larger tiles, that they have in blocks of
+    8; of everything between a layer's residual stream and the next one's."""
+    rows, dim, some = 1030, shape.head_dim, torch.bfloat16
+    stream = normal(rows, shape.hidden, dtype=torch.float32, scale=20.0)
+    scale = normal(shape.hidden, dtype=torch.float32)
+    weights = {name: weight(*form) for name, form in shape.products().items()}
+    weights["head"] = weight(16384, shape.hidden)
+    heads, inner = normal(rows, shape.heads * dim), normal(rows, shape.inner)
+    cos, sin = (t.cuda() for t in rope_tables(Rope(1e6, 4096), dim, 4096))
+    numbers = torch.arange(rows, device="cuda", dtype=torch.int32)
+    cache = torch.zeros(2, 70, 16, shape.kv_heads, dim, dtype=some, device="cuda")
+    norms = (scale[:dim], scale[:dim]) if shape.head_norms else None
+
+    def qkv(f: int, c: int, wide: Wide) -> Tensor:
+        at = numbers[f : f + c]
+        q = ops.norm_qkv_store(
+            stream[f : f + c], scale, EPS, weights["qkv"], None, norms, cos, sin, at, *cache, at,
+            wide,
+        )  # fmt: skip
+        kept = cache.view(2, -1, shape.kv_heads * dim)[:, f : f + c]
+        return torch.cat([q.flatten(1), *kept], 1)
+
+    def added(x: Tensor, w: Tensor) -> Callable[[int, int, Wide], Tensor]:
+        def run(f: int, c: int, wide: Wide) -> Tensor:
+            out = stream[f : f + c].clone()
+            ops.linear_add(x[f : f + c], w, None, out, wide=wide)
+            return out
+
+        return run
+
+    runs: dict[str, Callable[[int, int, Wide], Tensor]] = {
+        "norm_qkv_store": qkv,
+        "out": added(heads, weights["out"]),
+        "norm_gate_up": lambda f, c, wide: ops.norm_gate_up(
+            stream[f : f + c], scale, EPS, weights["gate_up"], wide=wide
+        ),
+        "down": added(inner, weights["down"]),
+        "head": lambda f, c, wide: ops.head(
+            stream[f : f + c], None, scale, EPS, weights["head"], wide
+        ),
+    }
+    for name, run in runs.items():
+        wanted = torch.cat([run(f, min(8, rows - f), ()) for f in range(0, rows, 8)])
+        for count in (72, 136, 264, rows):
+            first = rows - count
+            same = torch.equal(run(first, count, WIDE), wanted[first:])
+            yield f"{name}: {count} rows have the bits of blocks of 8", same
+
+
 def _draws(shape: Shape) -> Iterator[tuple[str, bool]]:
     rows = 12
     logits = normal(rows, shape.vocab, dtype=torch.float32, scale=3.0)
@@ -148,6 +199,6 @@ def run_checks() -> dict[str, Any]:
         for cache, limit in ((torch.bfloat16, 1e-2), (torch.float8_e4m3fn, 3e-2)):
             for name, found in _stores(shape, cache):
                 note(f"{shape.name} {name}", found, found <= limit)
-        for name, fine in _draws(shape):
+        for name, fine in (*_draws(shape), *_crowds(shape)):
             note(f"{shape.name} {name}", fine, fine)
     return {"checks": checks, "failed": failed}

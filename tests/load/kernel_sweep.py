@@ -35,11 +35,15 @@ def jobs() -> list[Job]:
 
 def tiles(role: str, n: int, k: int) -> list[Tile]:
     large = n * k > 1 << 23
+    fused = role != "add" and k <= FUSED_NORM_DEPTH
     columns = (16, 32, 64) if large else (8, 16, 32)
-    depths = (128, 256) if large else (64, 128, 256)
+    depths: tuple[int, ...] = (128, 256) if large else (64, 128, 256)
+    warp_counts: tuple[int, ...] = (2, 4)
+    if fused and not large:
+        # Behind a norm each step costs a way through shared memory: few steps, or one, too.
+        depths, warp_counts = (128, 256, 512, 1024), (1, 2, 4, 8)
     found = []
-    for bn, bk, warps, stages in itertools.product(columns, depths, (2, 4), (3, 4, 6)):
-        fused = role != "add" and k <= FUSED_NORM_DEPTH
+    for bn, bk, warps, stages in itertools.product(columns, depths, warp_counts, (2, 3, 4, 6)):
         stage = bn * bk * 2 * (1 + (role == "gated")) + 16 * bk * (4 if fused else 2)
         if stage * (stages - 1) <= MOST_SHARED_BYTES and stages <= -(-k // bk) + 1:
             found.append(Tile(bn, bk, warps, stages))
@@ -50,7 +54,8 @@ def runner(job: Job, tile: Tile, weights: list[torch.Tensor]) -> Any:
     role, n, k = job
     fused = role != "add" and k <= FUSED_NORM_DEPTH
     x = normal(ROWS, k, dtype=torch.float32 if fused else torch.bfloat16)
-    norm = (normal(k, dtype=torch.float32), EPS) if fused else None
+    scales = normal(ROWS, dtype=torch.float32)
+    norm = gemm.Norm(normal(k, dtype=torch.float32), scales, EPS, False) if fused else None
     inner = n // 2 if role == "gated" else n
     out = normal(ROWS, inner, dtype=torch.float32 if role == "add" else torch.bfloat16)
 
@@ -71,8 +76,10 @@ def _compile(part: list[tuple[Job, Tile]]) -> None:
     torch.cuda.synchronize()
 
 
-def run_sweep() -> list[dict[str, Any]]:
-    tried = {job: tiles(*job) for job in jobs()}
+def run_sweep(only: str = "") -> list[dict[str, Any]]:
+    """`only`: of the products whose line contains this, such as `norm 960`."""
+    chosen = [job for job in jobs() if only in f"{job[0]} {job[1]} x {job[2]}"]
+    tried = {job: tiles(*job) for job in chosen}
     work = [(job, tile) for job, some in tried.items() for tile in some]
     count = max(1, min(14, (os.cpu_count() or 2) - 2))
     with multiprocessing.get_context("spawn").Pool(count) as pool:
@@ -90,7 +97,7 @@ def run_sweep() -> list[dict[str, Any]]:
                 continue
             timed.append((us, tile))
         timed.sort(key=lambda pair: pair[0])
-        own = tile_of(n // 2 if role == "gated" else n, k, torch.bfloat16)
+        own = tile_of(n // 2 if role == "gated" else n, k, torch.bfloat16, role != "add")
         now = next((us for us, tile in timed if tile == own), None)
         print(f"{role} {n} x {k}: now {own} {now and round(now, 2)}", flush=True)
         for us, tile in timed[:SHOWN]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels.triton import ops
+from engine.kernels.triton.tiles import WIDE
 from engine.models.rope import Rope, rope_tables
 from tests.load.kernel_shapes import EPS, SHAPES, Shape, normal, weight
 
@@ -63,9 +64,9 @@ def _product(name: str, shape: Shape, rows: int, k: int) -> Callable[[Tensor], A
     if name in ("qkv", "gate_up"):
         stream, scale = normal(rows, k, dtype=torch.float32), normal(k, dtype=torch.float32)
         run = ops.norm_linear if name == "qkv" else ops.norm_gate_up
-        return lambda w: run(stream, scale, EPS, w)
+        return lambda w: run(stream, scale, EPS, w, wide=WIDE)
     x, residual = normal(rows, k), normal(rows, shape.hidden, dtype=torch.float32)
-    return lambda w: ops.linear_add(x, w, None, residual)
+    return lambda w: ops.linear_add(x, w, None, residual, wide=WIDE)
 
 
 def time_products(shape: Shape, rate: float) -> list[dict[str, Any]]:
@@ -136,7 +137,7 @@ class Chain:
         self.norms = (head_norm, head_norm) if shape.head_norms else None
         self.table = weight(shape.vocab, shape.hidden)
         self.cos, self.sin = (t.cuda() for t in rope_tables(Rope(1e6, 4096), shape.head_dim, 4096))
-        form = (2, 64, 16, shape.kv_heads, shape.head_dim)
+        form = (2, 128, 16, shape.kv_heads, shape.head_dim)
         self.k, self.v = torch.zeros(form, dtype=torch.bfloat16, device="cuda")
 
     @property
@@ -147,14 +148,14 @@ class Chain:
         stream = ops.embed(ids, self.table)
         width = self.shape.heads * self.shape.head_dim
         for layer in self.layers:
-            qkv = ops.norm_linear(stream, self.norm, EPS, layer["qkv"])
-            q = ops.qkv_store(
-                qkv, self.norms, EPS, self.cos, self.sin, positions, self.k, self.v, positions
-            )
-            ops.linear_add(q.view(-1, width), layer["out"], None, stream)
-            inner = ops.norm_gate_up(stream, self.norm, EPS, layer["gate_up"])
-            ops.linear_add(inner, layer["down"], None, stream)
-        logits = ops.head(stream, None, self.norm, EPS, self.table)
+            q = ops.norm_qkv_store(
+                stream, self.norm, EPS, layer["qkv"], None, self.norms, self.cos, self.sin,
+                positions, self.k, self.v, positions, WIDE,
+            )  # fmt: skip
+            ops.linear_add(q.view(-1, width), layer["out"], None, stream, wide=WIDE)
+            inner = ops.norm_gate_up(stream, self.norm, EPS, layer["gate_up"], wide=WIDE)
+            ops.linear_add(inner, layer["down"], None, stream, wide=WIDE)
+        logits = ops.head(stream, None, self.norm, EPS, self.table, WIDE)
         return ops.draw(logits, ops.DrawRows(stream[:, 0] * 0, ids, ids, ids))
 
 
@@ -163,7 +164,7 @@ def time_chain(shape: Shape, rate: float) -> list[dict[str, Any]]:
     same tokens.
     """
     chain, found = Chain(shape), []
-    for rows in (1, 8, 16, 64):
+    for rows in (1, 8, 16, 64, 256, 1024):
         ids = torch.randint(0, shape.vocab, (rows,), device="cuda")
         positions = torch.arange(rows, device="cuda")
         drawn = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -157,9 +157,10 @@ class ToyEngine:
         accepted = max(0, len(tokens) - 1)
         valid = len(kv) - len(drafts) + accepted
         item.table.length = valid
-        rows = None
+        rows: Callable[[], torch.Tensor] | None = None
         if item.taps:
-            rows = torch.stack([row(kv[: p + 1], item.taps) for p in range(item.start, valid)])
+            made = torch.stack([row(kv[: p + 1], item.taps) for p in range(item.start, valid)])
+            rows = lambda: made  # noqa: E731
         margins = tuple(0.5 for _ in tokens) if item.margins else ()
         logprobs: tuple[TokenLogprobs, ...] = ()
         if item.logprobs is not None:

@@ -66,14 +66,138 @@ def _dot(a, b, IEEE: tl.constexpr):
     return out
 
 
+@triton.jit
+def _part(sums, parts, place, keep, BLOCK_D: tl.constexpr):
+    """A partial result; where it is not kept, that of no keys. Never out of the L1 cache, which
+    knows nothing of what other programs wrote."""
+    d = tl.arange(0, BLOCK_D)
+    m = tl.load(sums + place * 2, mask=keep, other=float("-inf"), cache_modifier=".cg")
+    z = tl.load(sums + place * 2 + 1, mask=keep, other=0.0, cache_modifier=".cg")
+    acc = tl.load(
+        parts + place[:, None] * BLOCK_D + d[None, :], mask=keep[:, None], other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
+    return m, z, acc
+
+
+@triton.jit
+def _merge_parts(
+    m, z, acc, sums, parts, place, step, slot, first, stop, row, rows,
+    BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The state with AT_ONCE (4 or 8) more parts, `step` apart from `place`: numbers slot, slot + 1
+    and on, empty in front of `first` and from `stop` on. All loads are in flight together."""
+    here = row < tl.where((slot >= first) & (slot < stop), rows, 0)
+    m0, z0, acc0 = _part(sums, parts, place, here, BLOCK_D)
+    here = row < tl.where((slot + 1 >= first) & (slot + 1 < stop), rows, 0)
+    m1, z1, acc1 = _part(sums, parts, place + step, here, BLOCK_D)
+    here = row < tl.where((slot + 2 >= first) & (slot + 2 < stop), rows, 0)
+    m2, z2, acc2 = _part(sums, parts, place + 2 * step, here, BLOCK_D)
+    here = row < tl.where((slot + 3 >= first) & (slot + 3 < stop), rows, 0)
+    m3, z3, acc3 = _part(sums, parts, place + 3 * step, here, BLOCK_D)
+    if AT_ONCE == 8:
+        here = row < tl.where((slot + 4 >= first) & (slot + 4 < stop), rows, 0)
+        m4, z4, acc4 = _part(sums, parts, place + 4 * step, here, BLOCK_D)
+        here = row < tl.where((slot + 5 >= first) & (slot + 5 < stop), rows, 0)
+        m5, z5, acc5 = _part(sums, parts, place + 5 * step, here, BLOCK_D)
+        here = row < tl.where((slot + 6 >= first) & (slot + 6 < stop), rows, 0)
+        m6, z6, acc6 = _part(sums, parts, place + 6 * step, here, BLOCK_D)
+        here = row < tl.where((slot + 7 >= first) & (slot + 7 < stop), rows, 0)
+        m7, z7, acc7 = _part(sums, parts, place + 7 * step, here, BLOCK_D)
+    m, z, acc = _merge(m, z, acc, m0, z0, acc0)
+    m, z, acc = _merge(m, z, acc, m1, z1, acc1)
+    m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+    m, z, acc = _merge(m, z, acc, m3, z3, acc3)
+    if AT_ONCE == 8:
+        m, z, acc = _merge(m, z, acc, m4, z4, acc4)
+        m, z, acc = _merge(m, z, acc, m5, z5, acc5)
+        m, z, acc = _merge(m, z, acc, m6, z6, acc6)
+        m, z, acc = _merge(m, z, acc, m7, z7, acc7)
+    return m, z, acc
+
+
+@triton.jit
+def _keep_part(sums, parts, place, keep, m, z, acc, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    tl.store(sums + place * 2, m, mask=keep)
+    tl.store(sums + place * 2 + 1, z, mask=keep)
+    tl.store(parts + place[:, None] * BLOCK_D + d[None, :], acc, mask=keep[:, None])
+
+
+@triton.jit
+def _finish(
+    out, lse, sums, parts, arrived, slot, first_key, size, start, rows, first_row, window, head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+    CAUSAL: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Behind a part of `size` keys of a span of at most R folded rows: who comes last to a chunk
+    adds its units up, who comes last to the row its chunks. arrived [slots, KV_HEADS, 2] counts
+    both and is zeros before and after."""
+    AT_ONCE: tl.constexpr = 8 if CHUNK % 8 == 0 and R * BLOCK_D <= 1024 else 4
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    f = tl.arange(0, R)
+    row = f // GROUP
+    begin, end = _keys(start, rows, window, 0, rows - 1, CAUSAL)
+    per = tl.where(size == N, CHUNK, 1)
+    part = first_key // size
+    chunk = part // per
+    chunks = tl.cdiv(start + rows, CHUNK * N)
+    base = slot.to(tl.int64) - part
+    row_place = (first_row + row) * HEADS + head * GROUP + f % GROUP
+    counter = arrived + (base * KV_HEADS + head) * 2
+
+    tl.debug_barrier()  # every thread's part is written before one of them counts
+    complete = size > N
+    if size == N:
+        units = tl.minimum(CHUNK, tl.cdiv(start + rows, N) - chunk * CHUNK)
+        chunk_counter = counter + chunk * (CHUNK * KV_HEADS * 2)
+        before = tl.atomic_add(chunk_counter, 1)
+        complete = before == units - 1
+        if complete:
+            tl.store(chunk_counter, 0)
+            m = tl.full([R], float("-inf"), tl.float32)
+            z = tl.zeros([R], tl.float32)
+            acc = tl.zeros([R, BLOCK_D], tl.float32)
+            first, stop = begin // N, tl.cdiv(end, N)
+            for unit in range(chunk * CHUNK, chunk * CHUNK + units, AT_ONCE):
+                at = ((base + unit) * KV_HEADS + head) * M + f
+                m, z, acc = _merge_parts(
+                    m, z, acc, sums, parts, at, KV_HEADS * M, unit, first, stop, row, rows,
+                    BLOCK_D, AT_ONCE,
+                )  # fmt: skip
+            if chunks == 1:
+                _store(out, lse, m, z, acc, row_place, row < rows, D, LSE)
+            else:
+                tl.debug_barrier()  # read by all threads before it is written over
+                to = ((base + chunk * CHUNK) * KV_HEADS + head) * M + f
+                _keep_part(sums, parts, to, row < rows, m, z, acc, BLOCK_D)
+                tl.debug_barrier()
+    if complete & (chunks > 1):
+        before = tl.atomic_add(counter + 1, 1)
+        if before == chunks - 1:
+            tl.store(counter + 1, 0)
+            m = tl.full([R], float("-inf"), tl.float32)
+            z = tl.zeros([R], tl.float32)
+            acc = tl.zeros([R, BLOCK_D], tl.float32)
+            first, stop = begin // (CHUNK * N), tl.cdiv(end, CHUNK * N)
+            for number in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE):
+                at = ((base + number * per) * KV_HEADS + head) * M + f
+                m, z, acc = _merge_parts(
+                    m, z, acc, sums, parts, at, KV_HEADS * M * per, number, first, stop, row, rows,
+                    BLOCK_D, AT_ONCE,
+                )  # fmt: skip
+            _store(out, lse, m, z, acc, row_place, row < rows, D, LSE)
+
+
 @triton.jit(do_not_specialize=["items_at", "table_at", "pages_per_span", "window"])
 def _attend(
-    q, k_cache, v_cache, out, lse, sums, parts, words, items_at, table_at, pages_per_span,
+    q, k_cache, v_cache, out, lse, sums, parts, arrived, words, items_at, table_at, pages_per_span,
     stride_q, stride_page, stride_token, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
-    HALF: tl.constexpr, IEEE: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads, programs): each program takes items program, program + programs, ...
 
@@ -82,7 +206,8 @@ def _attend(
     of its tile, start, rows and first row of the span. Partial results: sums [slots, KV_HEADS, M,
     2] are maxima and sums, parts [slots, KV_HEADS, M, BLOCK_D] the values. Without WHOLE no item
     has more than one chunk. scale contains log2(e). HALF: keys, values and probabilities take the
-    16 bits of the queries; IEEE: products are those of fp32, never of fewer bits.
+    16 bits of the queries; IEEE: products are those of fp32, never of fewer bits. FINISH > 0: no
+    span has more folded rows than that, and `_finish` adds up instead of `_combine`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
@@ -156,19 +281,13 @@ def _attend(
         else:
             slot_at = (slot.to(tl.int64) * KV_HEADS + head) * M + f
             keep = row < tl.where(begin < end, rows, 0)
-            tl.store(sums + slot_at * 2, m, mask=keep)
-            tl.store(sums + slot_at * 2 + 1, z, mask=keep)
-            tl.store(parts + slot_at[:, None] * BLOCK_D + d[None, :], acc, mask=keep[:, None])
-
-
-@triton.jit
-def _part(sums, parts, place, keep, BLOCK_D: tl.constexpr):
-    """A partial result; where it is not kept, that of no keys."""
-    d = tl.arange(0, BLOCK_D)
-    m = tl.load(sums + place * 2, mask=keep, other=float("-inf"))
-    z = tl.load(sums + place * 2 + 1, mask=keep, other=0.0)
-    acc = tl.load(parts + place[:, None] * BLOCK_D + d[None, :], mask=keep[:, None], other=0.0)
-    return m, z, acc
+            _keep_part(sums, parts, slot_at, keep, m, z, acc, BLOCK_D)
+            if FINISH:
+                _finish(
+                    out, lse, sums, parts, arrived, slot, first_key, last_key - first_key, start,
+                    rows, first_row, window, head, HEADS, KV_HEADS, D, BLOCK_D, M, N, CHUNK,
+                    FINISH, CAUSAL, LSE,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles_end", "window"])
@@ -183,6 +302,7 @@ def _combine(
     A tile is eight words, tile j ending where tile j - 1 begins, the first at tiles_end: first
     slot, tile, slots a chunk, start, rows, first row of the span.
     """
+    AT_ONCE: tl.constexpr = 8 if CHUNK % 8 == 0 and R * BLOCK_D <= 1024 else 4
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
     f = tl.program_id(1) * R + tl.arange(0, R)
@@ -212,29 +332,20 @@ def _combine(
         whole_m = tl.full([R], float("-inf"), tl.float32)
         whole_z = tl.zeros([R], tl.float32)
         whole_acc = tl.zeros([R, BLOCK_D], tl.float32)
-        for slot in range(first // 4 * 4, stop, 4):
-            # Four loads in flight; in front of `first` and behind `stop` they are empty parts.
+        step = KV_HEADS * M
+        for slot in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE):
             place = ((base + slot) * KV_HEADS + head) * M + f
-            step = KV_HEADS * M
-            here = row < tl.where(slot >= first, rows, 0)
-            m0, z0, acc0 = _part(sums, parts, place, here, BLOCK_D)
-            here = row < tl.where((slot + 1 >= first) & (slot + 1 < stop), rows, 0)
-            m1, z1, acc1 = _part(sums, parts, place + step, here, BLOCK_D)
-            here = row < tl.where((slot + 2 >= first) & (slot + 2 < stop), rows, 0)
-            m2, z2, acc2 = _part(sums, parts, place + 2 * step, here, BLOCK_D)
-            here = row < tl.where(slot + 3 < stop, rows, 0)
-            m3, z3, acc3 = _part(sums, parts, place + 3 * step, here, BLOCK_D)
             if per == 1:
-                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m0, z0, acc0)
-                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m1, z1, acc1)
-                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m2, z2, acc2)
-                whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m3, z3, acc3)
+                whole_m, whole_z, whole_acc = _merge_parts(
+                    whole_m, whole_z, whole_acc, sums, parts, place, step, slot, first, stop, row,
+                    rows, BLOCK_D, AT_ONCE,
+                )  # fmt: skip
             else:
-                m, z, acc = _merge(m, z, acc, m0, z0, acc0)
-                m, z, acc = _merge(m, z, acc, m1, z1, acc1)
-                m, z, acc = _merge(m, z, acc, m2, z2, acc2)
-                m, z, acc = _merge(m, z, acc, m3, z3, acc3)
-                if (slot + 4) % CHUNK == 0:
+                m, z, acc = _merge_parts(
+                    m, z, acc, sums, parts, place, step, slot, first, stop, row, rows, BLOCK_D,
+                    AT_ONCE,
+                )  # fmt: skip
+                if (slot + AT_ONCE) % CHUNK == 0:
                     whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
                     m = tl.full([R], float("-inf"), tl.float32)
                     z = tl.zeros([R], tl.float32)

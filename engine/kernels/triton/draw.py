@@ -9,33 +9,17 @@ row in a fixed order.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.draw_rows import DrawRows as DrawRows
 from engine.kernels.triton.dependent import flags, wait
 from engine.kernels.triton.filters import best_of_four, filtered, lowest_best
 
 _SEGMENT = 1024
 _BLOCK = 4096  # of a pass over a row that has filters
-
-
-@dataclass(frozen=True, slots=True)
-class DrawRows:
-    """How to draw each row: temperature fp32 [rows]; seed (64 bits), choice and index int64 or
-    int32 [rows]. Filters min_p, top_p fp32 and top_k int [rows]: all, or None where no row has any.
-    """
-
-    temperature: Tensor
-    seed: Tensor
-    choice: Tensor
-    index: Tensor
-    min_p: Tensor | None = None
-    top_k: Tensor | None = None
-    top_p: Tensor | None = None
 
 
 @triton.jit

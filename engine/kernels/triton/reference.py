@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.api import Sampling
+from engine.draw_rows import DrawRows
 from engine.kernels.cpu.reference import gumbel_argmax_ref, rms_norm_ref, rotate_ref, silu_mul_ref
-from engine.kernels.triton.draw import DrawRows
 from engine.sampling import Draw
 from engine.sampling import draw as draw_on_host
 

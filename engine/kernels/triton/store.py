@@ -14,6 +14,12 @@ from engine.kernels.triton.dependent import flags, wait
 
 
 @triton.jit
+def turn(a, b, co, si):
+    """The rotation, rounded alike in every kernel: no compiler contracts what is spelled out."""
+    return tl.fma(a, co, -(b * si)), tl.fma(b, co, a * si)
+
+
+@triton.jit
 def _finish(a, b, norm, cos, sin, position, eps, c, inside, D: tl.constexpr, NORM: tl.constexpr):
     """Norm and rotation of one head given as its two halves."""
     half = D // 2
@@ -24,16 +30,17 @@ def _finish(a, b, norm, cos, sin, position, eps, c, inside, D: tl.constexpr, NOR
         b = b * scale * tl.load(norm + half + c, mask=inside, other=0.0)
     co = tl.load(cos + position * half + c, mask=inside, other=0.0)
     si = tl.load(sin + position * half + c, mask=inside, other=0.0)
-    return a * co - b * si, b * co + a * si
+    return turn(a, b, co, si)
 
 
 @triton.jit
-def _put(to, a, b, c, inside, D: tl.constexpr, FP8: tl.constexpr):
+def put(to, a, b, inside, D: tl.constexpr, FP8: tl.constexpr):
+    """Two halves of a head, the first at `to`."""
     if FP8:
         a = tl.where(a > 448.0, 448.0, tl.where(a < -448.0, -448.0, a))
         b = tl.where(b > 448.0, 448.0, tl.where(b < -448.0, -448.0, b))
-    tl.store(to + c, a.to(to.dtype.element_ty), mask=inside)
-    tl.store(to + D // 2 + c, b.to(to.dtype.element_ty), mask=inside)
+    tl.store(to, a.to(to.dtype.element_ty), mask=inside)
+    tl.store(to + D // 2, b.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -54,13 +61,13 @@ def _qkv_store(
     position = tl.load(positions + row).to(tl.int64)
     if head < HQ:
         a, b = _finish(a, b, q_norm, cos, sin, position, eps, c, inside, D, NORM)
-        _put(q_out + (row * HQ + head) * D, a, b, c, inside, D, False)
+        put(q_out + (row * HQ + head) * D + c, a, b, inside, D, False)
     elif slot >= 0:
         if head < HQ + HK:
             a, b = _finish(a, b, k_norm, cos, sin, position, eps, c, inside, D, NORM)
-            _put(cache_k + (slot * HK + head - HQ) * D, a, b, c, inside, D, FP8)
+            put(cache_k + (slot * HK + head - HQ) * D + c, a, b, inside, D, FP8)
         else:
-            _put(cache_v + (slot * HK + head - HQ - HK) * D, a, b, c, inside, D, FP8)
+            put(cache_v + (slot * HK + head - HQ - HK) * D + c, a, b, inside, D, FP8)
 
 
 def qkv_store(
@@ -118,7 +125,7 @@ def _context_store(
         a, b = _finish(a, b, norm, cos, sin, position, eps, c, inside, D, NORM)
     if slot >= 0:
         place = cache + which.to(tl.int64) * plane + (slot * HK + head % HK) * D
-        _put(place, a, b, c, inside, D, FP8)
+        put(place + c, a, b, inside, D, FP8)
 
 
 def context_store(

@@ -1,8 +1,9 @@
-"""How a product is cut into programs, chosen by the shape of the weight and never by the rows.
+"""How a product is cut into programs, chosen by the shape of the weight.
 
-A program makes ROWS x n outputs and walks the whole depth in steps of k, so a row's sums are made
-in the same order whatever its batch. More rows are more programs. `python -m
-tests.load.bench_kernels --sweep` tries the alternatives.
+A program makes rows x n outputs and walks the whole depth in steps of k, so a row's sums are made
+in the same order whatever its batch. More rows are more programs, or larger ones where those give
+the same bits (`wide.py` tells). `python -m tests.load.bench_kernels --sweep` and `--wide` try the
+alternatives.
 """
 
 from __future__ import annotations
@@ -21,34 +22,67 @@ FUSED_NORM_DEPTH = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Columns and depth of a block, warps of a program, blocks of weights under way."""
+    """Columns and depth of a block, warps of a program, blocks of weights under way, rows, and how
+    many programs a product must make of it at least: with fewer, smaller tiles are done earlier."""
 
     n: int
     k: int
     warps: int
     stages: int
+    rows: int = ROWS
+    fewest: int = 1
+
+
+# Tiles of more rows, the largest first; () where there are none.
+Wide = tuple[Tile, ...]
 
 
 _FP32 = Tile(n=16, k=32, warps=4, stages=2)
 # Small weights: small tiles, so that there are programs for every multiprocessor, and nearly all of
 # a program's weights under way at once, since one trip to memory takes as long as all the rest.
-_SHALLOW = Tile(n=16, k=128, warps=4, stages=5)
-_DEEP = Tile(n=16, k=256, warps=4, stages=6)
+_SHALLOW = Tile(n=16, k=128, warps=2, stages=6)  # behind a norm
+_SLIM = Tile(n=8, k=64, warps=2, stages=6)
+_HEAD = Tile(n=64, k=128, warps=2, stages=4)  # few steps of the depth, many columns
 # Large weights: many programs, each with enough under way to keep the memory busy.
-_MANY = Tile(n=32, k=128, warps=4, stages=4)
-_LARGE = Tile(n=32, k=256, warps=4, stages=4)
-_SMALL_COLUMNS, _SHALLOW_DEPTH = 4096, 1024
+_LARGE = Tile(n=32, k=128, warps=2, stages=6)
+_FEW_COLUMNS, _SMALL_COLUMNS = 2048, 4096
 
 
-def tile_of(n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The tile of a weight [n, k]."""
+def tile_of(n: int, k: int, dtype: torch.dtype, normed: bool = False) -> Tile:
+    """The tile of a weight [n, k] for few rows; `normed`: behind a norm, which the product does."""
     if dtype == torch.float32:
         return _FP32
-    if k <= FUSED_NORM_DEPTH:
-        if n > _SMALL_COLUMNS:
-            return _MANY
-        return _SHALLOW if k <= _SHALLOW_DEPTH else _DEEP
-    return _LARGE if n >= FUSED_NORM_DEPTH else _DEEP
+    shallow = k <= FUSED_NORM_DEPTH
+    if n < _FEW_COLUMNS or (shallow and n <= _SMALL_COLUMNS):
+        return _SHALLOW if normed else _SLIM
+    return _HEAD if shallow else _LARGE
+
+
+def half_tile(n: int, k: int, dtype: torch.dtype) -> Tile:
+    """The same for a program that makes the columns of two halves."""
+    tile = tile_of(n, k, dtype, True)
+    return replace(tile, n=min(tile.n, 32) // 2)
+
+
+# What many rows may be given, the largest first.
+WIDE: Wide = (
+    Tile(n=256, k=64, warps=8, stages=3, rows=128, fewest=128),
+    Tile(n=128, k=64, warps=8, stages=3, rows=128, fewest=192),
+    Tile(n=64, k=64, warps=4, stages=4, rows=64, fewest=192),
+    Tile(n=64, k=128, warps=4, stages=3, rows=64, fewest=32),
+)
+_NARROW_ROWS = 32
+
+
+@functools.lru_cache(4096)
+def wide_tile(wide: Wide, rows: int, n: int, gated: bool) -> Tile | None:
+    """Of `wide` the tile for [rows, n]; None: those of few rows are better. A gated product has two
+    sums for each output, so half the columns."""
+    for tile in wide if rows > _NARROW_ROWS else ():
+        columns = tile.n // (1 + gated)
+        if -(-rows // tile.rows) * -(-n // columns) >= tile.fewest:
+            return replace(tile, n=columns)
+    return None
 
 
 _DEFAULT_SHARED_BYTES = 96 << 10  # what every GPU since compute capability 8.0 has
@@ -66,7 +100,7 @@ def _shared_bytes() -> int:
 @functools.cache
 def fitted(tile: Tile, x: torch.dtype, weight: torch.dtype, gated: bool) -> Tile:
     """The tile with no more stages than fit the device; they change no bits."""
-    stage = tile.k * (ROWS * x.itemsize + tile.n * (1 + gated) * weight.itemsize + 4)
+    stage = tile.k * (tile.rows * x.itemsize + tile.n * (1 + gated) * weight.itemsize + 4)
     # Triton keeps one block less than there are stages, and a little for its own use.
     stages = (_shared_bytes() - 4096) // stage + 1
     return replace(tile, stages=max(2, min(tile.stages, stages)))

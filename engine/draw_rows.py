@@ -1,0 +1,83 @@
+"""How rows draw: on the device as tensors, on the host as words of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.api import Sampling
+from engine.sampling import Draw
+from engine.step_words import Words
+
+# temperature, min_p, top_p (fp32), top_k, choice, index, seed (64 bits): one array after another.
+DRAW_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRows:
+    """How to draw each row: temperature fp32 [rows]; seed (64 bits), choice and index int64 or
+    int32 [rows]. Filters min_p, top_p fp32 and top_k int [rows]: all, or None where no row has any.
+    """
+
+    temperature: Tensor
+    seed: Tensor
+    choice: Tensor
+    index: Tensor
+    min_p: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+
+    @staticmethod
+    def of(words: Tensor, filtered: bool = True) -> DrawRows:
+        """Views of int32 words [DRAW_WORDS * rows] as `DrawWords` fills them; without `filtered`
+        the rows' filters are left out, for rows that have none."""
+        rows = len(words) // DRAW_WORDS
+        parts = words[: 6 * rows].view(6, rows)
+        temperature, min_p, top_p = parts[:3].view(torch.float32)
+        seed = words[6 * rows :].view(torch.int64)
+        filters = (min_p, parts[3], top_p) if filtered else (None, None, None)
+        return DrawRows(temperature, seed, parts[4], parts[5], *filters)
+
+
+class DrawWords:
+    """The host's side of `DrawRows.of`: rows draw greedily until they are written."""
+
+    def __init__(self, words: Words, rows: int) -> None:
+        """`words` [DRAW_WORDS * rows] may hold anything until `clear`."""
+        self._words, self._greedy = words, False
+        parts = words[: 6 * rows].reshape(6, rows)
+        self._temperature, self._min_p, self._top_p = (parts[i].view(np.float32) for i in range(3))
+        self._top_k, self._choice, self._index = parts[3:]
+        self._seed = words[6 * rows :].view(np.uint64)
+
+    def clear(self) -> None:
+        if not self._greedy:
+            self._words.fill(0)
+            self._top_p.fill(1.0)
+            self._greedy = True
+
+    def write(self, first: int, count: int, sampling: Sampling, index: int) -> None:
+        """Rows first .. first + count - 1 draw the tokens at positions index, index + 1, ..."""
+        s = sampling
+        if s.temperature <= 0:
+            return
+        self._greedy, rows = False, slice(first, first + count)
+        self._temperature[rows], self._min_p[rows], self._top_p[rows] = (
+            s.temperature,
+            s.min_p,
+            s.top_p,
+        )
+        self._top_k[rows], self._choice[rows], self._seed[rows] = s.top_k, s.choice, s.seed % 2**64
+        self._index[rows] = range(index, index + count)
+
+
+def write_draws(words: Words, rows: int, draws: Iterable[tuple[int, Draw]]) -> None:
+    """Fills words [DRAW_WORDS * rows] for the rows named; the others draw greedily."""
+    written = DrawWords(words, rows)
+    written.clear()
+    for row, how in draws:
+        written.write(row, 1, how.sampling, how.index)

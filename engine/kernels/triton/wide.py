@@ -1,0 +1,42 @@
+"""Which tiles of many rows give the same bits as those of few, on this very device.
+
+A tensor core adds a product's depth up in its own order. Tiles of 64 rows and more use other
+instructions of it than those of 16, so that this is found out, not assumed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.triton.gemm import linear, norm_gate_up
+from engine.kernels.triton.tiles import WIDE, Tile, Wide
+
+_ROWS, _DEPTH, _EPS = 200, 576, 1e-5  # rows that fill no tile
+
+
+def equal_tiles(dtype: torch.dtype) -> Wide:
+    """Of `WIDE`; none without a GPU, or for fp32, which its cores do not multiply."""
+    if dtype == torch.float32 or not torch.cuda.is_available():
+        return ()
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    x, scale = normal(_ROWS, _DEPTH) * 8, normal(_DEPTH)
+    found = []
+    for tile in WIDE:
+        # As many columns as make all programs that the tile is chosen from on.
+        weight = (normal(1 << 15, _DEPTH) * _DEPTH**-0.5).to(dtype)
+        if _same(tile, x.to(dtype), weight, scale):
+            found.append(tile)
+    return tuple(found)
+
+
+def _same(tile: Tile, x: Tensor, weight: Tensor, scale: Tensor) -> bool:
+    few, many = (linear(x, weight, None, torch.float32, wide=w) for w in ((), (tile,)))
+    if not torch.equal(few, many):
+        return False
+    few, many = (norm_gate_up(x.float(), scale, _EPS, weight, wide=w) for w in ((), (tile,)))
+    return torch.equal(few, many)

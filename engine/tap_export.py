@@ -1,0 +1,56 @@
+"""Tap rows on their way from the device to the host, beside the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LateRows:
+    """Rows of a step. `arrived` is the event behind their copy to the host, None where they are
+    there already (or stay on the device, for somebody who computes with them)."""
+
+    rows: Tensor
+    arrived: Any = None
+
+    def get(self) -> Tensor:
+        """The rows; waits for them. Any thread may call it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.rows
+
+
+class TapExport:
+    """Copies rows to page-locked memory on a stream of its own, so that nobody waits who does not
+    read them. On the CPU the copy is made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = None
+        self._copied: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def hold(self) -> None:
+        """What is launched from here on may write again where rows were taken from."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
+
+    def take(self, rows: Tensor | None) -> LateRows | None:
+        """A bf16 copy of what `rows` holds behind everything launched so far."""
+        if rows is None:
+            return None
+        if self._stream is None:
+            return LateRows(rows.to(torch.bfloat16, copy=True))
+        out = torch.empty(rows.shape, dtype=torch.bfloat16, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            out.copy_(rows, non_blocking=True)
+            rows.record_stream(self._stream)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        return LateRows(out, self._copied)
