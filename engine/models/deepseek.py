@@ -81,7 +81,7 @@ class DeepseekModel:
         tap_rows: Tensor | None = None,
     ) -> Tensor | None:
         """As `LlamaModel.forward`: runs the rows and writes their KV."""
-        run, eps = self.kernels, self.config.rms_eps
+        run, eps = rows.kernels or self.kernels, self.config.rms_eps
         residual = run.embed(rows.ids, self.embedding)
         tapped = Taps(taps, tap_rows, residual)
         delta: Tensor | None = None
@@ -92,7 +92,7 @@ class DeepseekModel:
             queries = attention.store(down, self.rope, rows, cache, index)
             found = attention.values(backend.run(rows.plan, index, queries))
             delta = run.linear_add(found, attention.out, residual)
-            delta = self._mlp(layer, residual, delta)
+            delta = self._mlp(layer, run, residual, delta)
         logits = None
         if draw_rows is not None:
             logits = run.head(residual, delta, self.norm, eps, self.head, draw_rows)
@@ -101,8 +101,10 @@ class DeepseekModel:
         tapped.take(len(self.layers) - 1)
         return logits
 
-    def _mlp(self, layer: DeepseekLayer, residual: Tensor, delta: Tensor | None) -> Tensor | None:
-        run, eps, weight = self.kernels, self.config.rms_eps, layer.mlp_norm
+    def _mlp(
+        self, layer: DeepseekLayer, run: Kernels, residual: Tensor, delta: Tensor | None
+    ) -> Tensor | None:
+        eps, weight = self.config.rms_eps, layer.mlp_norm
         if isinstance(layer.mlp, Experts):
             return layer.mlp.add(residual, delta, weight, eps)
         inner = run.norm_gated(residual, delta, weight, eps, layer.mlp.gate_up)

@@ -129,10 +129,11 @@ class DeviceExperts(Experts):
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float
     ) -> Tensor | None:
         from engine.kernels.triton import experts as routed  # Triton is not everywhere
+        from engine.kernels.triton.router import route as choose
 
         c, run = self._c, self._kernels
         logits = run.norm_linear(residual, delta, norm, eps, self._gate)
-        weights, chosen = routed.route(
+        weights, chosen = choose(
             logits, self._bias, c.chosen, c.groups, c.kept_groups, c.scoring == "sigmoid",
             c.normed, c.factor,
         )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from engine.api import Item, Sampling
 from engine.attention.kernels.latent_heads import head_values, latent_queries
 from engine.kernels.triton import experts as routed
+from engine.kernels.triton import router
 from engine.models.experts import route
 from engine.models.latent_config import ExpertsConfig
 from engine.models.layers import RopeTables
@@ -49,7 +50,7 @@ def config(scoring: str, **changes: Any) -> ExpertsConfig:
 def routed_of(
     c: ExpertsConfig, logits: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return routed.route(
+    return router.route(
         logits, bias, c.chosen, c.groups, c.kept_groups, c.scoring == "sigmoid", c.normed, c.factor
     )
 
