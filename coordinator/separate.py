@@ -126,12 +126,15 @@ class Separate(Drafting):
         assert self._at.choice is not None
         self.waited_ns = arrived_ns - asked.sent_ns
         worked = worked_ns(message.timings)
-        self._record.spent("draft", min(worked, self.waited_ns))
-        self._record.spent("link", self.waited_ns - worked)
+        # What is not spent again is no cost of a round.
+        once = min(message.timings.once_ns, self.waited_ns)
+        answered_ns = self.waited_ns - once
+        self._record.spent("draft", min(worked, answered_ns))
+        self._record.spent("link", answered_ns - worked)
         self._at.choice.standing.breaker.success()
-        self._at.choice.standing.note_proposal(self.waited_ns / 1e9)
-        self._note_cost(asked, self.waited_ns)
-        self.drafted_ns = message.timings.compute_ns
+        self._at.choice.standing.note_proposal(answered_ns / 1e9)
+        self._note_cost(asked, answered_ns)
+        self.drafted_ns = message.timings.compute_ns + once
         ids, cause = self._take(message, asked.k, asked.length, asked.k)
         self._rowless = self._rowless + 1 if cause == "rows_missing" else 0
         if self._rowless >= _ROWLESS_ROUNDS:

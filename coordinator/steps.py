@@ -110,7 +110,9 @@ class Steps:
         which computed for `drafted_ns`; what a co-located one did stands in the verdict. Free runs
         overlap with the rest."""
         record, worked = self._record, worked_ns(verdict.timings)
-        took_ns = arrived_ns - (self._sent_ns or self._verdict_ns)
+        # What is not spent again, such as the capture of a graph, is no cost of a round.
+        once_ns = verdict.timings.once_ns + verdict.proposal.timings.once_ns
+        took_ns = max(0, arrived_ns - (self._sent_ns or self._verdict_ns) - once_ns)
         # A drafter is not believed to have worked for longer than that.
         inside = min(worked_ns(verdict.proposal.timings), took_ns)
         record.spent("draft", inside)
@@ -121,7 +123,8 @@ class Steps:
             record.first_ns = record.first_ns or arrived_ns
         else:
             assert self._target is not None
-            computed = verdict.timings.compute_ns + verdict.proposal.timings.compute_ns + drafted_ns
+            computed = verdict.timings.compute_ns + verdict.proposal.timings.compute_ns
+            computed += drafted_ns + once_ns
             record.step(self._sent, verdict.accepted, arrived_ns - self._verdict_ns - computed)
             record.spent("verify", worked)
             self._target.note_round(self._sent, verdict.base_len, (took_ns - inside) / 1e9)

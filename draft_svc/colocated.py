@@ -165,6 +165,10 @@ class BlockDrafter:
     # -- in and between steps --------------------------------------------------------------------
 
     @property
+    def once_ns(self) -> int:
+        return self._method.once_ns
+
+    @property
     def max_draft_tokens(self) -> int:
         return self._method.info.max_draft_tokens
 

@@ -44,6 +44,8 @@ class Computed:
     draft: Draft
     error: SpecwireError | None
     compute_ns: int
+    # Beside it: what the method need not do again, such as the capture of a graph.
+    once_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

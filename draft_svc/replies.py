@@ -33,8 +33,9 @@ def proposal(
         waited = time.monotonic_ns() - step.arrived_ns
         timings = common_pb2.Timings(queue_ns=waited)
     else:
-        waited = time.monotonic_ns() - step.arrived_ns - computed.compute_ns
-        timings = common_pb2.Timings(queue_ns=max(waited, 0), compute_ns=computed.compute_ns)
+        worked, once = computed.compute_ns, computed.once_ns
+        waited = max(time.monotonic_ns() - step.arrived_ns - worked - once, 0)
+        timings = common_pb2.Timings(queue_ns=waited, compute_ns=worked, once_ns=once)
     reason = draft.reason or (REASON_K_LIMIT if step.k_cut else "")
     return draft_pb2.DraftReply(
         proposal=common_pb2.Proposal(

@@ -185,7 +185,8 @@ class Worker:
             self._close(job.handle)
 
     def _propose(self, name: str, jobs: list[ProposeJob]) -> list[Result]:
-        began = time.monotonic_ns()
+        method = self._methods[name]
+        began, once_before = time.monotonic_ns(), method.once_ns
         now = time.monotonic()
         # For those whose time is over nobody waits; computing them would make others late.
         over = {id(job): Draft(reason=REASON_DEADLINE) for job in jobs if job.deadline < now}
@@ -194,19 +195,18 @@ class Worker:
         error: SpecwireError | None = None
         try:
             if live:
-                drafts = self._methods[name].propose(
-                    [Request(j.handle.context, j.k, j.deadline) for j in live]
-                )
+                drafts = method.propose([Request(j.handle.context, j.k, j.deadline) for j in live])
         except Exception as bug:
             error = internal_error(log, f"{name} failed to propose", bug)
-        spent = time.monotonic_ns() - began
+        once = method.once_ns - once_before
+        spent = time.monotonic_ns() - began - once
         lost = SpecwireError(Reason.SESSION_UNKNOWN, "the session has no context any more")
         by_job = over | dict(zip((id(job) for job in live), drafts, strict=False))
         results: list[Result] = []
         for job in jobs:
             draft = by_job.get(id(job))
             failed = None if draft is not None else (error or lost)
-            computed = Computed(draft or Draft(), failed, spent)
+            computed = Computed(draft or Draft(), failed, spent, once)
             results.append(lambda done=job.done, computed=computed: done(computed))  # type: ignore[misc]
         return results
 

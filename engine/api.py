@@ -182,6 +182,12 @@ class Engine(Protocol):
         ids and lengths."""
         ...
 
+    @property
+    def once_ns(self) -> int:
+        """Nanoseconds that steps took so far for what they need not do again, such as the capture
+        of a graph when a shape is first met."""
+        ...
+
     def stats(self) -> PoolStats: ...
 
     def check_integrity(self) -> None:
@@ -225,6 +231,11 @@ class Drafter(Protocol):
     @property
     def max_draft_tokens(self) -> int:
         """Most tokens of one proposal; known when attached."""
+        ...
+
+    @property
+    def once_ns(self) -> int:
+        """Of its proposals, as `Engine.once_ns`."""
         ...
 
     @property

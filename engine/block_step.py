@@ -61,6 +61,11 @@ class BlockStepper:
         self._loose = StepWords(self._device)
         self.fixed = isinstance(model.backend, DeviceAttention)
 
+    @property
+    def once_ns(self) -> int:
+        """Nanoseconds so far that captures of graphs took."""
+        return self._graphs.spent_ns
+
     @torch.inference_mode()
     def run(self, wanted: Sequence[Wanted], chances: bool) -> list[Proposed]:
         """The tokens of each block, with their chances where they are asked for or the draft gives

@@ -70,6 +70,11 @@ class DeviceStepper:
         if self._device.type == "cuda":
             self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
+    @property
+    def once_ns(self) -> int:
+        """See `Engine.once_ns`."""
+        return self._graphs.spent_ns
+
     def run(
         self,
         items: Sequence[Item],

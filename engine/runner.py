@@ -84,6 +84,10 @@ class NativeEngine:
     def rows_independent(self) -> bool:
         return self._independent
 
+    @property
+    def once_ns(self) -> int:
+        return self._stepper.once_ns if self._stepper is not None else 0
+
     def allocate(self, length: int) -> PageTable:
         return self._pool.allocate(length)
 

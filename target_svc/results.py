@@ -122,3 +122,4 @@ def _put_timings(at: common_pb2.Timings, step: Step) -> None:
     started = step.received if step.started is None else step.started
     at.queue_ns = int(max(0.0, started - step.received) * 1e9)
     at.compute_ns = int(step.compute_s * 1e9)
+    at.once_ns = step.once_ns

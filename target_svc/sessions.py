@@ -85,6 +85,8 @@ class Step:
     asked: bool = True
     started: float | None = None
     compute_s: float = 0.0
+    # Spent on what the engine need not do again; no part of the above.
+    once_ns: int = 0
     width: int = 0
     # Tokens that the co-located drafter proposes behind this step's verdict, or the last one's of
     # its free run; `drafts_ahead`: behind each, and the next step verifies them.

@@ -177,6 +177,11 @@ class Method(ABC, Generic[ContextT]):
     def close(self, context: ContextT) -> None:
         """Gives everything back."""
 
+    @property
+    def once_ns(self) -> int:
+        """Nanoseconds that proposals took so far for what they need not do again."""
+        return 0
+
     def stats(self) -> PoolStats:
         """Pages held and free; a method without pages has none."""
         return PoolStats(free=0, total=0, tables=0)

@@ -96,6 +96,10 @@ class DFlashMethod(Method[DFlashContext]):
     def info(self) -> MethodInfo:
         return self._info
 
+    @property
+    def once_ns(self) -> int:
+        return self._stepper.once_ns if self._stepper is not None else 0
+
     def open(self, ids: Sequence[int], sampling: Sampling) -> DFlashContext:
         return DFlashContext(list(ids), sampling, self._model.pool.allocate(0))
 

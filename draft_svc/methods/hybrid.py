@@ -187,6 +187,10 @@ class HybridMethod(Method[HybridContext]):
     def work(self) -> bool:
         return self._owns_neural and self._neural.work()
 
+    @property
+    def once_ns(self) -> int:
+        return self._neural.once_ns
+
     def stats(self) -> PoolStats:
         return self._neural.stats() if self._owns_neural else super().stats()
 

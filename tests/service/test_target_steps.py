@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import pytest
 
+from engine.api import Item, ItemResult
 from specwire.v1 import common_pb2
 from tests.service.target_harness import open_target, target, verify
 from tests.service.toy_engine import EOS, VOCAB, ToyEngine, continuation
@@ -25,6 +29,28 @@ async def test_open_and_verify() -> None:
         assert (second.accepted, second.base_len, second.new_len) == (2, 4, 7)
         assert list(second.tokens) == TEXT[1:4] and second.width == 4
         assert second.timings.compute_ns > 0
+
+
+class _Capturing(ToyEngine):
+    """Its second step meets a new shape, which takes 60 ms once."""
+
+    def step(self, items: Sequence[Item]) -> list[ItemResult]:
+        if len(self.log) == 1:
+            time.sleep(0.06)
+            self.spent_once_ns += 60_000_000
+        return super().step(items)
+
+
+async def test_what_is_spent_once_is_told_apart() -> None:
+    async with target(_Capturing()) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT))
+        assert (await peer.verdict()).timings.once_ns == 0
+        await peer.send(verify(1, 4, TEXT[1:2]))
+        captured = (await peer.verdict()).timings
+        assert captured.once_ns == 60_000_000 and 0 < captured.compute_ns < 50_000_000
+        await peer.send(verify(2, 6))
+        assert (await peer.verdict()).timings.once_ns == 0
 
 
 async def test_repeated_and_stale_steps() -> None:

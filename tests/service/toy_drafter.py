@@ -28,7 +28,7 @@ def rough(drafter: ToyDrafter, ask: Ask, ids: list[int]) -> Proposed:
 class ToyDrafter:
     """Implements `engine.api.Drafter` beside a `ToyEngine`."""
 
-    method, max_draft_tokens = "toy", 7
+    method, max_draft_tokens, once_ns = "toy", 7, 0
     services = ("specwire.v1.DraftService",)
 
     def __init__(self, propose: Propose = perfect) -> None:

@@ -90,12 +90,18 @@ class ToyEngine:
         self.gate.set()
         self.entered = threading.Event()
         self.fail_steps = 0
+        # Raised by whoever plays a capture.
+        self.spent_once_ns = 0
         # What each step ran: (start, ids, draws) of its items.
         self.log: list[list[tuple[int, tuple[int, ...], int]]] = []
         # Tokens forced at an absolute position, to place stop ids.
         self.forced: dict[int, int] = {}
         # Id by page and offset; None was never written.
         self._kv: list[list[int | None]] = [[None] * page_tokens for _ in range(pages)]
+
+    @property
+    def once_ns(self) -> int:
+        return self.spent_once_ns
 
     def allocate(self, length: int) -> PageTable:
         return self.pool.allocate(length)

@@ -171,12 +171,14 @@ class ItemError(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_ns", "compute_ns")
+    __slots__ = ("queue_ns", "compute_ns", "once_ns")
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    ONCE_NS_FIELD_NUMBER: _ClassVar[int]
     queue_ns: int
     compute_ns: int
-    def __init__(self, queue_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ...) -> None: ...
+    once_ns: int
+    def __init__(self, queue_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., once_ns: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "layer_count", "max_length_tokens", "eos_token_ids")
