@@ -40,7 +40,7 @@ class CoordinatorSettings(ServiceSettings):
         "", description="what a request gets that does not say; empty: the target's default"
     )
     max_sessions: int = Field(
-        64, ge=1, description="answers that may run at once; a request for n counts n times"
+        256, ge=1, description="answers that may run at once; a request for n counts n times"
     )
     lease_ms: int = Field(
         10_000, ge=300, description="life of a worker's session without a sign of ours"

@@ -3,7 +3,8 @@
 python -m tests.load.sessions --prompts prompts.jsonl --sessions 1,8,32 --modes plain,dflash
 python -m tests.load.sessions --model DIR --draft DIR --tau 4 --modes plain,dflash,dflash@colocated
 
-Only the time between the last session's first token and the first session's end counts, so every
+Few sessions are measured several times, with other prompts, so that a figure is about SESSIONS of
+them at least. Only the time between the last session's first token and the first session's end counts, so every
 figure is about N sessions. `--tau` is for drafts that accept nothing, such as random ones: the time
 of a round is measured, and the tokens a second are what it would give with that many a round. They
 are marked `synthetic`. A run of its own warms every mode and count up.
@@ -33,6 +34,8 @@ from specwire.generation import Acceptance, Delta
 from tests.load.cli import _say as say
 
 WARM_UP_TOKENS = 24
+# Sessions that a figure is about at least.
+SESSIONS = 12
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,24 @@ class Cell:
     outside_ms: float | None
 
 
-def cell(mode: Mode, streams: Sequence[Stream], tau: float | None) -> Cell:
+def shared(streams: Sequence[Stream]) -> tuple[int, float]:
+    """Tokens and seconds of the time when all of them decode."""
     begin = max(stream.arrivals[0][0] for stream in streams)
     end = min(stream.arrivals[-1][0] for stream in streams)
     if end <= begin:
         raise SystemExit("sessions end before the last one begins: more --max-tokens are needed")
-    counted = [n for stream in streams for at, n in stream.arrivals if begin < at <= end]
-    rate = sum(counted) / (end - begin)
+    return sum(n for s in streams for at, n in s.arrivals if begin < at <= end), end - begin
+
+
+def cell(mode: Mode, turns: Sequence[Sequence[Stream]], tau: float | None) -> Cell:
+    """Of turns with as many sessions each."""
+    counted = [shared(streams) for streams in turns]
+    rate = sum(tokens for tokens, _ in counted) / sum(seconds for _, seconds in counted)
+    sessions, streams = len(turns[0]), [stream for turn in turns for stream in turn]
     rounds = sum(stream.record.rounds for stream in streams)
     emitted = sum(n for stream in streams for _, n in stream.arrivals[1:])
     own = emitted / max(rounds, 1)
-    round_ms = own * len(streams) / rate * 1e3
+    round_ms = own * sessions / rate * 1e3
     steps = [
         (outside, drafted)
         for stream in streams
@@ -80,10 +90,10 @@ def cell(mode: Mode, streams: Sequence[Stream], tau: float | None) -> Cell:
     outside = percentile([us for us, drafted in steps if bool(drafted) is drafting], 0.5)
     synthetic = tau is not None and drafting
     if tau is not None and drafting:
-        own, rate = tau, tau * len(streams) / round_ms * 1e3
+        own, rate = tau, tau * sessions / round_ms * 1e3
     return Cell(
         mode=mode.label,
-        sessions=len(streams),
+        sessions=sessions,
         tokens_per_s=round(rate, 1),
         synthetic=synthetic,
         tau=round(own, 3),
@@ -123,11 +133,13 @@ async def session(
 async def measure(
     client: AsyncClient, mode: Mode, prompts: Sequence[Asked], count: int, o: argparse.Namespace
 ) -> Cell:
-    streams: list[Stream] = []
-    for tokens in (min(WARM_UP_TOKENS, o.max_tokens), o.max_tokens):
-        chosen = [prompts[i % len(prompts)] for i in range(count)]
-        streams = await asyncio.gather(*(session(client, mode, p, tokens, o) for p in chosen))
-    return cell(mode, streams, o.tau)
+    async def turn(number: int, tokens: int) -> list[Stream]:
+        chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
+        return await asyncio.gather(*(session(client, mode, p, tokens, o) for p in chosen))
+
+    await turn(0, min(WARM_UP_TOKENS, o.max_tokens))
+    turns = [await turn(number, o.max_tokens) for number in range(-(-SESSIONS // count))]
+    return cell(mode, turns, o.tau)
 
 
 async def run(

@@ -28,19 +28,21 @@ def stream(arrivals: list[tuple[float, int]], drafted: list[int], outside: list[
 def test_only_the_time_that_all_sessions_share_counts() -> None:
     one = stream([(0.0, 1), (1.0, 3), (2.0, 3), (3.0, 1)], [7, 7, 0], [500, 700, 90])
     two = stream([(1.5, 1), (2.0, 2), (2.5, 4)], [7, 7], [900, 800])
-    found = cell(DRAFT, [one, two], None)
+    found = cell(DRAFT, [[one, two]], None)
     # From 1.5 to 2.5 s: 3 of the first session, 2 + 4 of the second.
     assert found.tokens_per_s == 9.0 and not found.synthetic
     assert found.tau == round(13 / 5, 3) and found.k == 5.6
     assert found.round_ms == pytest.approx(2.6 * 2 / 9 * 1e3, abs=1e-3)
     assert found.outside_ms == 0.75  # of the rounds that drafted
-    made_up = cell(DRAFT, [one, two], 4.0)
+    made_up = cell(DRAFT, [[one, two]], 4.0)
     assert made_up.synthetic and made_up.tau == 4.0 and made_up.round_ms == found.round_ms
     assert made_up.tokens_per_s == round(4.0 * 2 / made_up.round_ms * 1e3, 1)
-    assert cell(PLAIN, [one, two], 4.0).synthetic is False
+    assert cell(PLAIN, [[one, two]], 4.0).synthetic is False
+    twice = cell(DRAFT, [[one, two], [two, one]], None)
+    assert (twice.sessions, twice.tokens_per_s, twice.round_ms) == (2, 9.0, found.round_ms)
     late = stream([(4.0, 1), (5.0, 1)], [7], [500])
     with pytest.raises(SystemExit, match="--max-tokens"):
-        cell(DRAFT, [one, late], None)
+        cell(DRAFT, [[one, late]], None)
 
 
 def test_a_random_pair_in_running_services(
@@ -64,5 +66,5 @@ def test_a_random_pair_in_running_services(
 
 def test_the_table_compares_with_plain() -> None:
     one = stream([(0.0, 1), (1.0, 4), (2.0, 4)], [3, 3], [500, 500])
-    cells = [cell(PLAIN, [one], None), cell(DRAFT, [one], None)]
+    cells = [cell(mode, [[one]], None) for mode in (PLAIN, DRAFT)]
     assert table(cells).splitlines()[-1] == "| 1 | 4 | 4 (1.00 x) |"
