@@ -290,13 +290,13 @@ def colocated(setup: Setup, folder: Path, options: argparse.Namespace, both: boo
             write_random(Path(target), "smollm2-135m")
     own = Pair(setup.name, setup.method, target, setup.draft, config, k)
     if both or options.check:
-        asked = (2, 1, 60) if options.tiny else (5, 24, 1000)
+        asked = (2, 1, 60, ("sampled",)) if options.tiny else (5, 24, 1000)
         attempt(f"{own.name} co-located", partial(checked_lines, own, asked))
     if (both or options.time) and not options.tiny:
         attempt(f"{own.name} co-located times", partial(timed_lines, own))
 
 
-def checked_lines(own: Pair, asked: tuple[int, int, int]) -> None:
+def checked_lines(own: Pair, asked: tuple[Any, ...]) -> None:
     for name, value in colocated_draft.check(own, *asked):
         print(f"{own.name} co-located  {name}: {value}", flush=True)
         if value is False:

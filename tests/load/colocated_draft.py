@@ -42,7 +42,9 @@ class Pair:
         )  # fmt: skip
 
 
-def check(own: Pair, sessions: int, count: int, vocabulary: int) -> Iterator[tuple[str, object]]:
+def check(
+    own: Pair, sessions: int, count: int, vocabulary: int, kinds: tuple[str, ...] = tuple(SAMPLINGS)
+) -> Iterator[tuple[str, object]]:
     """The text with drafts is that of plain decoding, and graphs propose what launches do."""
     prompts = [
         [(7 * i + 13 * n) % vocabulary + 3 for i in range(9 + 5 * n)] for n in range(sessions)
@@ -52,7 +54,8 @@ def check(own: Pair, sessions: int, count: int, vocabulary: int) -> Iterator[tup
     yield "attention", f"{report.chosen}, graphs {report.graph_mode}"
     device = graphs[1]._method.info.device
     yield "target and draft on", f"{graphs[0].info.device}, {device}"
-    for kind, sampling in SAMPLINGS.items():
+    for kind in kinds:
+        sampling = SAMPLINGS[kind]
         drafted = rounds(*graphs, prompts, sampling, count, k=own.k)
         launched = rounds(*eager, prompts, sampling, count, k=own.k)
         yield f"{kind}: graphs propose what launches do", drafted == launched

@@ -20,7 +20,6 @@ def found() -> dict[str, str]:
     "check",
     [
         "sessions_beside_padding",
-        "causal_layers",
         "scaled_and_interleaved_rotation",
         "a_mask_vector",
         "a_trimmed_head",
