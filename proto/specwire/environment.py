@@ -11,8 +11,8 @@ from importlib import metadata
 # exchange between two busy processes. Only for releases in which it was tried.
 _POLLER_RELEASES = ((1, 76), (1, 85))
 _POLLER = "-event_engine_client,-event_engine_listener"
-# A service's event loop and its engine share the interpreter: by default the one that wants it waits
-# up to 5 ms for the other, which is several steps of a small model on a GPU.
+# A service's event loop and its engine share the interpreter: by default the one that wants it
+# waits up to 5 ms for the other, which is several steps of a small model on a GPU.
 _SWITCH_S = 0.0005
 
 

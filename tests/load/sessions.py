@@ -4,10 +4,10 @@ python -m tests.load.sessions --prompts prompts.jsonl --sessions 1,8,32 --modes 
 python -m tests.load.sessions --model DIR --draft DIR --tau 4 --modes plain,dflash,dflash@colocated
 
 Few sessions are measured several times, with other prompts, so that a figure is about SESSIONS of
-them at least. Only the time between the last session's first token and the first session's end counts, so every
-figure is about N sessions. `--tau` is for drafts that accept nothing, such as random ones: the time
-of a round is measured, and the tokens a second are what it would give with that many a round. They
-are marked `synthetic`. A run of its own warms every mode and count up.
+them at least. Only the time between the last session's first token and the first session's end
+counts, so every figure is about N sessions at once. `--tau` is for drafts that accept nothing, such
+as random ones: the time of a round is measured, and the tokens a second are what it would give with
+that many a round. They are marked `synthetic`. A run of its own warms every mode and count up.
 """
 
 from __future__ import annotations
