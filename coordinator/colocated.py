@@ -30,8 +30,9 @@ class Colocated(Drafting):
         self, at: Attachment, plan: Plan, settings: CoordinatorSettings, record: Record
     ) -> None:
         super().__init__(at, plan, settings, record)
-        # Tokens asked for with the verdict that comes next, and when (`time.perf_counter`).
-        self._asked, self._asked_s = 0, 0.0
+        # Tokens asked for with the verdict that comes next, when (`time.perf_counter`), and at what
+        # length of the session.
+        self._asked, self._asked_s, self._length = 0, 0.0, 0
         self._proposal: list[int] = []
         # Whether the latest proposal said how sure it is; verdicts of a run ahead that bring one
         # which the target verifies by itself.
@@ -45,12 +46,12 @@ class Colocated(Drafting):
         return self._proposal
 
     def then_propose(self, step: int, length: int, most: int) -> int:
-        self._asked = self._plan.tokens(step, length, most)
+        self._asked, self._length = self._plan.tokens(step, length, most), length
         self._asked_s = time.perf_counter()
         return self._asked
 
     def ahead(self) -> int:
-        self._ahead = self._plan.ahead(self._said)
+        self._ahead = self._plan.ahead(self._asked, self._length, self._said)
         return self._ahead
 
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:

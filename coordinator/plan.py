@@ -97,13 +97,16 @@ class Plan:
             return min(window, self._plain_steps)
         return window if self._at.given_up else min(window, _SHORT_RUN)
 
-    def ahead(self, said: bool) -> int:
-        """Rounds with the tokens asked for last that may go on by themselves. `said`: the drafter
-        says how sure it is, and what it doubts is cut here, round by round, where K is chosen."""
+    def ahead(self, tokens: int, length: int, said: bool) -> int:
+        """Rounds with the `tokens` asked for last that may go on by themselves. `said`: the drafter
+        says how sure it is, and what it doubts is cut here, round by round, where K is chosen and
+        a shorter block saves time."""
         self._why_ahead = ""
         if self._policy is None:
             return self._settings.draft_ahead
-        return 0 if said else self._policy.stands(self._settings.draft_ahead)
+        if said and self._policy.cut_saves(tokens, self._at.target.busy, length):
+            return 0
+        return self._policy.stands(self._settings.draft_ahead)
 
     def ran_ahead(self) -> None:
         """One of the steps that `free_run` allowed has come."""

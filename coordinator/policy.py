@@ -25,6 +25,8 @@ _PAUSE, _GROWTH, _PROBE_ROUNDS, _PROBE_SHARE = 8, 4, 2, 0.01
 # stay known: far above, the next below or above, or none at all, which is what the others are
 # compared with. Far is as far as a round takes at most so much longer.
 _EXPLORE, _FIRST, _LONGER = 20, 5, 1.25
+# A step that takes so much longer than one over a single draft token is worth cutting.
+_NOTICEABLE = 1.1
 _FAR = 1 << 30
 _STEPS = (_FAR, -1, 1, -_FAR, -1, 1)
 
@@ -87,6 +89,11 @@ class KPolicy:
         kept = len(said) if verify is None else _worth(chances, verify, self._rate)
         self._said, self._withheld = tuple(said[:kept]), tuple(chances[kept:])
         return kept
+
+    def cut_saves(self, tokens: int, sessions: int, context: int) -> bool:
+        """Whether a step over fewer than `tokens` draft tokens takes noticeably less time."""
+        verify = self._verify.curve(sessions, context, tokens)
+        return verify is None or verify[tokens] > _NOTICEABLE * verify[min(1, tokens)]
 
     def choose(self, step: int, limit: int, sessions: int, context: int) -> int:
         """Draft tokens for the step after `step`, at most `limit`; 0: it does not pay."""

@@ -248,3 +248,16 @@ def test_a_choice_costs_microseconds() -> None:
         best = min(best, (time.perf_counter() - before) / 200)
     assert best < 60e-6, f"{best * 1e6:.1f} us"
     print(f"{best * 1e6:.1f} us")
+
+
+@pytest.mark.parametrize(("rise", "saves"), [(0.0, False), (0.01, False), (0.05, True)])
+def test_a_cut_saves_where_a_longer_block_takes_longer(rise: float, saves: bool) -> None:
+    """Times of a graph are about the same for 2 and 8 rows; plain steps, unasked, say nothing."""
+    verify = Costs()
+    policy = KPolicy(verify, Costs(), Acceptance(), 4)
+    assert policy.cut_saves(7, 1, 100)  # nothing is known
+    verify.note(0, 1, 100, 0.4)
+    for k in range(1, 8):
+        verify.note(k, 1, 100, 1.0 + rise * (k - 1))
+    assert policy.cut_saves(7, 1, 100) is saves
+    assert not policy.cut_saves(1, 1, 100)
