@@ -6,8 +6,10 @@ from typing import Any
 
 from coordinator.acceptance import Acceptance
 from coordinator.costs import Cost, Costs
+from coordinator.mailbox import Mailbox
 from coordinator.policy import KPolicy
 from coordinator.record import Record
+from coordinator.settings import CoordinatorSettings
 from coordinator.steps import Steps
 from specwire.v1 import common_pb2, target_pb2
 
@@ -79,3 +81,14 @@ def test_a_cost_of_nothing_is_not_believed() -> None:
     verify.note(3, 1, 40, 0.013)
     curve = verify.curve(1, 40, 3)
     assert curve is not None and round(curve[3] * 1e3) == 13
+
+
+def test_the_longest_run_fits_a_mailbox_that_nobody_empties() -> None:
+    """A verdict lost from it would be waited for without end."""
+    mail, longest = Mailbox(), 1 + 1024
+    for name in ("draft_ahead", "free_run"):
+        limits = CoordinatorSettings.model_fields[name].metadata
+        assert max(getattr(limit, "le", 0) for limit in limits) + 1 == longest
+    for number in range(longest):
+        mail.put(number)
+    assert mail.take()[1] == 0  # type: ignore[index]
