@@ -105,6 +105,8 @@ class Costs:
         self._cells: dict[tuple[int, int], _Cell] = {}
 
     def note(self, tokens: int, sessions: int, context: int, seconds: float) -> None:
+        if seconds <= 0:
+            return  # nothing is free, and a mean of nothing would never rise again
         cell = self._cell(sessions, context)
         before = cell.seen.get(tokens, seconds)
         times = cell.times[tokens] = cell.times.get(tokens, 0) + 1

@@ -10,7 +10,8 @@ from typing import Any
 from specwire.errors import SpecwireError
 
 # Replies a session may leave unread; a worker that sends more is not answering it.
-_MAILBOX_LIMIT = 1024
+# A run of 1024, the most that settings allow, fits.
+_MAILBOX_LIMIT = 2048
 
 
 class Mailbox:

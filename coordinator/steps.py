@@ -127,7 +127,11 @@ class Steps:
             computed += drafted_ns + once_ns
             record.step(self._sent, verdict.accepted, arrived_ns - self._verdict_ns - computed)
             record.spent("verify", worked)
-            self._target.note_round(self._sent, verdict.base_len, (took_ns - inside) / 1e9)
+            round_ns = took_ns - inside
+            if not self._sent_ns:
+                # Verdicts of a run ahead may arrive together: none took less than its computing.
+                round_ns = max(round_ns, verdict.timings.compute_ns)
+            self._target.note_round(self._sent, verdict.base_len, round_ns / 1e9)
             if self._sent_ns:
                 record.spent("coordinator", self._sent_ns - self._verdict_ns - waited_ns)
         self._verdict_ns = arrived_ns

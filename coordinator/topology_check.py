@@ -1,8 +1,8 @@
 """`specwire plan --from-bench`: what the cost model says of a bench run, beside what was measured.
 
 Nothing is predicted from itself: step times and the work of an exchange are those of the same
-drafter in the *other* place. Where the two had another K, plain decoding tells what a token more
-costs.
+drafter in the *other* place, as exact. Where the two had another K, plain decoding tells what a
+token more costs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.bench_modes import EXACTNESS
 from coordinator.drafters import COLOCATED, PLAIN, SEPARATE
 from coordinator.topology import Link
 from specwire.errors import SpecwireError
@@ -27,6 +28,7 @@ class Measured:
 
     label: str
     method: str
+    exactness: str
     k: float
     tau: float
     verify_ms: float
@@ -65,9 +67,10 @@ def read_report(path: Path) -> list[Measured]:
     except (OSError, ValueError):
         raise SpecwireError.field("--from-bench", str(path), _ACCEPTED) from None
     try:
-        methods = report["environment"]["methods"]
+        environment = report["environment"]
+        methods, usual = environment["methods"], str(environment["exactness"])
         return [
-            _measured(label, str(methods[label]), entry)
+            _measured(label, str(methods[label]), usual, entry)
             for label, entry in report["modes"].items()
             if entry["rounds"] and entry["decode_tokens_per_s"]
         ]
@@ -75,7 +78,7 @@ def read_report(path: Path) -> list[Measured]:
         raise SpecwireError.field("--from-bench", f"without {error}", _ACCEPTED) from None
 
 
-def _measured(label: str, method: str, entry: Mapping[str, Any]) -> Measured:
+def _measured(label: str, method: str, usual: str, entry: Mapping[str, Any]) -> Measured:
     # The median: verdicts that come early by what others came late are cut at zero, in a mean.
     rounds, phases, outside = entry["rounds"], entry["phase_ms"], entry["outside_ms_p50"]
     tau = entry["decoded_tokens"] / rounds
@@ -88,6 +91,7 @@ def _measured(label: str, method: str, entry: Mapping[str, Any]) -> Measured:
     return Measured(
         label=label,
         method=method,
+        exactness=next((word for word in label.split("@") if word in EXACTNESS), usual),
         k=entry["draft_tokens"] / rounds,
         tau=tau,
         verify_ms=verify,
@@ -99,10 +103,11 @@ def _measured(label: str, method: str, entry: Mapping[str, Any]) -> Measured:
 
 def predict(modes: Sequence[Measured], ahead: int) -> list[Predicted]:
     """Of every drafter that the report has in both places; `ahead` as the coordinator had it."""
-    plain = next((mode for mode in modes if mode.method == PLAIN), None)
     found = []
     for mode in modes:
-        for source in modes:
+        alike = [other for other in modes if other.exactness == mode.exactness]
+        plain = next((other for other in alike if other.method == PLAIN), None)
+        for source in alike:
             if {mode.method, source.method} != {f"{mode.drafter}@{place}" for place in _PLACES}:
                 continue
             round_ms = _round_ms(mode, source, plain, ahead)

@@ -124,7 +124,9 @@ def _colocated(request: target_pb2.OpenTarget, limits: Limits) -> int:
         raise SpecwireError.field(
             "colocated.method", asked.method, limits.drafter, Reason.METHOD_UNKNOWN
         )
-    return min(asked.max_draft_tokens or limits.drafter_tokens, limits.drafter_tokens)
+    # A run ahead verifies what is proposed: never more than a step takes.
+    most = min(limits.drafter_tokens, limits.max_draft_tokens)
+    return min(asked.max_draft_tokens or most, most)
 
 
 def _prompt(request: target_pb2.OpenTarget, limits: Limits) -> tuple[int, ...]:

@@ -125,15 +125,18 @@ class Progress:
         if session.next is not None:
             self._begin_next(session)
         elif step.free_run and not session.finished:
-            draft = self._ahead(step, proposal)
+            draft = self._ahead(session, step, proposal)
             self._start(session, results.free_step(session, step, draft))
 
-    def _ahead(self, step: Step, proposal: common_pb2.Proposal | None) -> list[int]:
+    def _ahead(
+        self, session: Session, step: Step, proposal: common_pb2.Proposal | None
+    ) -> list[int]:
         """What the next step of a free run verifies. A drafter in this process is believed no more
         than one on a link."""
         if proposal is None or not step.drafts_ahead:
             return []
-        draft, cause = usable_draft(proposal.ids, self._vocab_size, step.then_propose)
+        most = min(step.then_propose, session.spec.draft_tokens)
+        draft, cause = usable_draft(proposal.ids, self._vocab_size, most)
         if cause:
             self._metrics.dropped(cause, len(proposal.ids) - len(draft))
         return draft

@@ -63,25 +63,31 @@ def propose(
         else:
             asks[index] = Ask(wish.table, kept.tokens[-1], k, wish.spec.sampling), wish
     if asks:
-        began, once_before = time.perf_counter_ns(), drafter.once_ns
-        proposed = _ask(drafter, [ask for ask, _ in asks.values()])
-        once_ns = drafter.once_ns - once_before
-        took_ns = time.perf_counter_ns() - began
-        spent = common_pb2.Timings(compute_ns=took_ns - once_ns, once_ns=once_ns)
-        for (index, (ask, wish)), answer in zip(asks.items(), proposed, strict=True):
-            cut = REASON_K_LIMIT if ask.k < wish.k else ""
-            proposals[index] = common_pb2.Proposal(
-                ids=answer.ids,
-                confidences=answer.confidences,
-                timings=spent,
-                reason=answer.reason or cut,
-            )
+        for index, proposal in zip(asks, _ask(drafter, list(asks.values())), strict=True):
+            proposals[index] = proposal
     return proposals
 
 
-def _ask(drafter: Drafter, asks: Sequence[Ask]) -> list[Proposed]:
+def _ask(drafter: Drafter, asks: Sequence[tuple[Ask, Wish]]) -> list[common_pb2.Proposal]:
+    """One proposal each, whatever the drafter does: raise, answer for too few, name what is no
+    token id."""
+    began, once_before = time.perf_counter_ns(), drafter.once_ns
     try:
-        return drafter.propose(asks)
+        answers = drafter.propose([ask for ask, _ in asks])
+        made = [_made(*asked, answer) for asked, answer in zip(asks, answers, strict=True)]
     except Exception as bug:  # a drafter's failure is never the target's
         internal_error(log, f"the {drafter.method} drafter failed to propose", bug)
-        return [Proposed(reason=REASON_FAILED)] * len(asks)
+        made = [common_pb2.Proposal(reason=REASON_FAILED) for _ in asks]
+    once_ns = drafter.once_ns - once_before
+    took_ns = time.perf_counter_ns() - began
+    spent = common_pb2.Timings(compute_ns=max(0, took_ns - once_ns), once_ns=once_ns)
+    for proposal in made:
+        proposal.timings.CopyFrom(spent)
+    return made
+
+
+def _made(ask: Ask, wish: Wish, answer: Proposed) -> common_pb2.Proposal:
+    cut = REASON_K_LIMIT if ask.k < wish.k else ""
+    return common_pb2.Proposal(
+        ids=answer.ids, confidences=answer.confidences, reason=answer.reason or cut
+    )

@@ -157,11 +157,14 @@ class HybridMethod(Method[HybridContext]):
         if not requests:
             return []
         most, began = self._neural.info.max_draft_tokens, self._clock()
+        once_before = self._neural.once_ns
         drafts = self._neural.propose(
             [Request(r.context.neural, min(r.k, most), r.deadline) for r in requests]
         )
         if any(draft.ids for draft in drafts):
-            self._neural_s.add(self._clock() - began)
+            # What is not spent again, such as the capture of a graph, is no cost of a proposal.
+            once_s = (self._neural.once_ns - once_before) / 1e9
+            self._neural_s.add(max(0.0, self._clock() - began - once_s))
         return drafts
 
     def _neural_is_better(self, request: Request[HybridContext]) -> bool:

@@ -324,6 +324,19 @@ async def test_what_a_drafter_says_wrong_is_not_run_ahead_of_either(
             assert running.app.metrics.value("dropped", cause=cause) > 0
 
 
+async def test_a_run_ahead_keeps_to_what_a_step_takes(pairs: Pairs) -> None:
+    """`max_draft_tokens` bounds every block, also one that nobody sent."""
+    async with colocated_target(**pairs("dflash"), max_draft_tokens=1) as running:
+        peer = running.peer()
+        await peer.send(open_target(random_ids(12), 30, colocated=colocated_draft()))
+        last = await peer.verdict()
+        ahead = {"free_run": 4, "then_propose": K, "drafts_ahead": True}
+        await peer.send(verify(1, last.new_len, [5], **ahead))
+        for _ in range(5):
+            last = await peer.verdict()
+            assert len(last.proposal.ids) <= 1 and len(last.tokens) <= 2
+
+
 async def test_no_proposal_for_what_has_ended(pairs: Pairs) -> None:
     async with colocated_target(**pairs("dflash")) as running:
         peer = running.peer()

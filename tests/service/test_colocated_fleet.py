@@ -4,6 +4,7 @@ few pages, and whoever leaves in the middle."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -97,6 +98,34 @@ async def test_a_drafter_that_raises_hurts_nobody() -> None:
         await until(lambda: not worker.standings["toy"].breaker.open)
         again = await made.generate()
         assert again.acceptance.accepted_tokens > 20
+        await idle(made)
+
+
+@pytest.mark.parametrize("ids", [(-1,), (2**32,), ("a",)])
+async def test_what_no_message_can_hold_is_the_drafters_failure(ids: tuple[object, ...]) -> None:
+    """Not the target's: the step is over, and its verdicts go out."""
+
+    def script(drafter: ToyDrafter, ask: Ask, context: list[int]) -> Proposed:
+        return Proposed(ids)  # type: ignore[arg-type]
+
+    settings = {"num_speculative_tokens": 3}
+    async with fleet_world(infos=[{"drafter": ToyDrafter(script)}], **settings) as made:
+        result = await made.generate()
+        assert list(result.token_ids) == continuation(PROMPT, 40)
+        assert result.acceptance.fallbacks["draft_failed"] == 3
+        await idle(made)
+
+
+async def test_a_drafter_that_answers_for_too_few_hurts_nobody() -> None:
+    class Short(ToyDrafter):
+        def propose(self, asks: Sequence[Ask]) -> list[Proposed]:
+            return super().propose(asks)[1:]
+
+    settings = {"num_speculative_tokens": 3}
+    async with fleet_world(infos=[{"drafter": Short()}], **settings) as made:
+        result = await made.generate()
+        assert list(result.token_ids) == continuation(PROMPT, 40)
+        assert result.acceptance.fallbacks["draft_failed"] == 3
         await idle(made)
 
 

@@ -226,3 +226,28 @@ def test_an_outlier_moves_an_average_little() -> None:
 
 def test_match_classes_cover_every_length() -> None:
     assert [match_class(length) for length in (0, 1, 2, 3, 5, 16)] == [0, 1, 1, 3, 4, 16]
+
+
+class Capturing(Oracle):
+    """Its third proposal meets a new shape, which takes 2 s once."""
+
+    spent_ns = 0
+
+    @property
+    def once_ns(self) -> int:
+        return self.spent_ns
+
+    def propose(self, requests: Sequence[Request[list[int]]]) -> list[Draft]:
+        if self.calls == 2:
+            self.spent_ns += 2 * 10**9
+            self.clock.now += 2.0
+        return super().propose(requests)
+
+
+def test_what_is_spent_once_does_not_make_the_neural_drafter_dear() -> None:
+    clock = Clock()
+    oracle = Capturing(clock, skill=0.9)
+    lookup = NgramMethod(min_n=2, max_n=4, max_draft_tokens=K)
+    method = HybridMethod(lookup, oracle, owns_neural=True, clock=clock)
+    follow(method, oracle, clock, fresh_text(60))
+    assert method._neural_s.value == pytest.approx(oracle.cost_s)

@@ -111,6 +111,7 @@ def test_times_given_by_hand(plan: Any) -> None:
 
 REPORT: dict[str, Any] = {
     "environment": {
+        "exactness": "exact",
         "methods": {
             "plain": "plain",
             "dflash": "dflash@separate",
@@ -132,6 +133,24 @@ REPORT: dict[str, Any] = {
                   "phase_ms": {}, "decode_tokens_per_s": None},
     },
 }  # fmt: skip
+
+
+def test_modes_that_are_less_exact_are_predicted_from_their_like(plan: Any, tmp_path: Path) -> None:
+    report = json.loads(json.dumps(REPORT))
+    methods, modes = report["environment"]["methods"], report["modes"]
+    for label, method in [*methods.items()]:
+        fast = dict(modes[label])
+        if fast["decode_tokens_per_s"]:  # everything takes half as long
+            fast["decode_tokens_per_s"] *= 2
+            fast["outside_ms_p50"] /= 2
+            fast["phase_ms"] = {name: ms / 2 for name, ms in fast["phase_ms"].items()}
+        methods[f"{label}@fast"], modes[f"{label}@fast"] = method, fast
+    (tmp_path / "bench.json").write_text(json.dumps(report))
+    code, out, _ = plan("--from-bench", f"{tmp_path}/bench.json", "--json")
+    found = {one["measured"]["label"]: one for one in json.loads(out)}
+    assert code == 0 and found["dflash@fast"]["source"] == "dflash@colocated@fast"
+    for label in ("dflash", "dflash@colocated"):
+        assert found[f"{label}@fast"]["error"] == pytest.approx(found[label]["error"])
 
 
 def test_a_bench_run_is_predicted_from_its_other_half(plan: Any, tmp_path: Path) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.acceptance import Acceptance
+from coordinator.costs import Cost, Costs
+from coordinator.mailbox import Mailbox
+from coordinator.policy import KPolicy
 from coordinator.record import Record
+from coordinator.settings import CoordinatorSettings
 from coordinator.steps import Steps
 from specwire.v1 import common_pb2, target_pb2
 
@@ -49,3 +54,41 @@ def test_what_is_spent_once_is_no_cost_of_a_round() -> None:
     assert [round(seconds * 1e3) for _, _, seconds in target.rounds] == [7, 7]
     outside = record.to_wire(4).per_step_outside_us
     assert list(outside) == [2000, 2000]
+
+
+def test_verdicts_that_arrive_together_did_not_cost_nothing() -> None:
+    """Where the coordinator comes late to the verdicts of a run ahead, there is hardly any time
+    between them: less than the drafter says it worked."""
+    target: Any = _Target()
+    steps = Steps(None, Record("dflash"))
+    steps.open(target, target_pb2.OpenTarget(), common_pb2.SessionKey())
+    steps.verify(9, [1, 2, 3], 1, 3, True)
+    begun = steps._verdict_ns = steps._sent_ns
+    steps.account(verdict(1, 5), begun + 16 * MS, 0, 0)
+    steps.follow(3)
+    late = verdict(2, 5)
+    late.proposal.timings.compute_ns = 2 * MS
+    steps.account(late, begun + 16 * MS + 40_000, 0, 0)
+    assert [round(seconds * 1e3) for _, _, seconds in target.rounds] == [16, 5]
+
+
+def test_a_cost_of_nothing_is_not_believed() -> None:
+    """It would stay nothing, since one time moves a mean by a factor; and K be chosen by it."""
+    verify = Costs([Cost(k, 1, 32, 0.01 + 0.001 * k) for k in (0, 3)])
+    policy = KPolicy(verify, Costs([Cost(3, 1, 32, 0.002)]), Acceptance(), 3)
+    verify.note(3, 1, 40, 0.0)
+    assert 0 < policy.choose(1, 3, 1, 40) <= 3
+    verify.note(3, 1, 40, 0.013)
+    curve = verify.curve(1, 40, 3)
+    assert curve is not None and round(curve[3] * 1e3) == 13
+
+
+def test_the_longest_run_fits_a_mailbox_that_nobody_empties() -> None:
+    """A verdict lost from it would be waited for without end."""
+    mail, longest = Mailbox(), 1 + 1024
+    for name in ("draft_ahead", "free_run"):
+        limits = CoordinatorSettings.model_fields[name].metadata
+        assert max(getattr(limit, "le", 0) for limit in limits) + 1 == longest
+    for number in range(longest):
+        mail.put(number)
+    assert mail.take()[1] == 0  # type: ignore[index]
