@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.attachment import Attachment
+from coordinator.offers import Choice
 from coordinator.policy import KPolicy
 from coordinator.record import Record
 from coordinator.settings import CoordinatorSettings
+from coordinator.yields import Yields
 
 # Plain steps at a time while a drafter is expected back, so that it is noticed.
 _SHORT_RUN = 8
@@ -31,16 +33,20 @@ class Plan:
         self._why_plain, self._plain_steps = "", 0
         # The same of the steps that the target runs ahead now: the next round may be decided on.
         self._why_ahead = ""
+        # Whom the session asked whether it may draft in the round that is on, and the answer.
+        self._asked: Yields | None = None
+        self._drafts = True
 
     def begin(self) -> None:
         """The session is opened: a verdict that was awaited never comes."""
         self._why_plain, self._plain_steps, self._why_ahead = "", 0, ""
+        self._asked = None
         if self._policy is not None:
             self._policy.forget()
 
     def tokens(self, step: int, length: int, most: int) -> int:
         """Draft tokens for the step after `step`, at most `most`; counts why there are none."""
-        self._why_plain, self._plain_steps = "", 0
+        self._why_plain, self._plain_steps, self._asked = "", 0, None
         choice = self._at.choice
         if choice is None or not self._at.attached:
             return 0
@@ -54,6 +60,8 @@ class Plan:
         if breaker.open:
             return self._plain("breaker_open", _SHORT_RUN)
         if self._adaptive:
+            if why := self._forbidden(choice):
+                return self._plain(why, self._settings.free_run)
             policy = self._policy_of()
             limit = policy.choose(step, limit, self._at.target.busy, length)
             if not limit:
@@ -85,6 +93,15 @@ class Plan:
         self._policy.use(*shared)
         return self._policy
 
+    def _forbidden(self, choice: Choice) -> str:
+        """Why the session must not draft, for the sake of all at its target; empty: it may."""
+        target = self._at.target
+        self._asked = asked = target.yields(choice.drafter.method, choice.placement)
+        self._drafts = asked.allows(target.busy)
+        if self._drafts:
+            return ""
+        return "plain_measured" if asked.trying else "does_not_pay"
+
     def _plain(self, why: str, steps: int) -> int:
         self._why_plain, self._plain_steps = why, steps
         self._record.fell_back(why)
@@ -112,6 +129,10 @@ class Plan:
         """One of the steps that `free_run` allowed has come."""
         if self._why_ahead:
             self._record.fell_back(self._why_ahead)
+
+    def came(self, tokens: int, arrived_s: float) -> None:
+        """A verdict brought so many tokens; times are those of `time.perf_counter`."""
+        self._at.target.note_tokens(arrived_s, tokens, self._asked, self._drafts)
 
     def note(self, asked: int, accepted: int, *, proposed: bool) -> None:
         """How a round with draft tokens went."""

@@ -263,6 +263,7 @@ class Session:
             ):
                 if message.step_id:
                     self._drafting.judged(message.accepted)
+                    self._plan.came(len(message.tokens), arrived_ns / 1e9)
                 drafting = self._drafting
                 self._steps.account(message, arrived_ns, drafting.waited_ns, drafting.drafted_ns)
                 return message

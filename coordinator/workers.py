@@ -17,6 +17,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
+from coordinator.yields import Yields
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import Message, channel_options
 from specwire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -104,6 +105,8 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         # Running mean of a session's verify exchange at the present load; None before the first.
         self.round_s: float | None = None
         self.costs = Costs()
+        # What its sessions yield together with each drafter, by method and placement.
+        self._yields: dict[tuple[str, str], Yields] = {}
         # It said that it takes no new sessions; until it comes back.
         self.draining = False
         # Sessions placed here that have not ended, those still on their way included.
@@ -118,7 +121,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             document = await self._cache.document(self._stub, info.model.tokenizer_hash)
             self.text = TextModel(document)
         self.info, self.draining = info, False
-        self.costs = Costs(from_wire(info.costs, anchor=1))
+        self.costs, self._yields = Costs(from_wire(info.costs, anchor=1)), {}
         self.colocated = await self._drafters_inside(info.worker.incarnation)
         return int(info.worker.incarnation)
 
@@ -174,6 +177,16 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             self.round_s = seconds
         self.round_s += _WEIGHT * (seconds - self.round_s)
         self.costs.note(tokens, self.busy, context, seconds)
+
+    def yields(self, method: str, placement: str) -> Yields:
+        """Of all its sessions, with this drafter and without."""
+        return self._yields.setdefault((method, placement), Yields())
+
+    def note_tokens(self, now: float, tokens: int, asked: Yields | None, drafts: bool) -> None:
+        """A verdict at `now` (seconds of `time.perf_counter`) brought `tokens` to a session, which
+        was allowed or forbidden to draft where it `asked`."""
+        for each in self._yields.values():
+            each.note(now, tokens, self.busy, drafts if each is asked else None)
 
 
 class DraftWorker(Worker[draft_pb2.DraftItem]):
