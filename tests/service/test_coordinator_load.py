@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections.abc import Sequence
 
 import pytest
 
 from coordinator.policy import KPolicy
+from engine.api import Item, ItemResult
 from specwire.v1 import draft_pb2
 from tests.service.coordinator_harness import (
     PROMPT,
@@ -118,6 +121,38 @@ async def test_speculation_that_does_not_pay_stops_says_so_and_comes_back() -> N
             result = await made.generate(max_tokens=300)
             assert list(result.token_ids) == continuation(PROMPT, 300)
         assert result.acceptance.tau > 4
+        await made.until_idle()
+
+
+async def test_drafting_that_slows_all_down_stops_for_all_and_changes_no_token() -> None:
+    """Whoever drafts slows every step: two tokens a round seem to pay, and one a step pays more."""
+    asked = [0.0]
+
+    def first_right(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
+        if item.k:
+            asked[0] = time.perf_counter()
+        good = continuation(ids, item.k, draft.seed)
+        return [proposal(item, len(ids), [*good[:1], *((t + 1) % 900 for t in good[1:])])]
+
+    async with world(ScriptedDraft(first_right), {"max_length": 2048, "pages": 512}) as made:
+        step = made.engine.step
+
+        def slowed(items: Sequence[Item]) -> list[ItemResult]:
+            drafted = time.perf_counter() < asked[0] + 0.04
+            made.engine.step_s = 0.016 if drafted else 0.004
+            return step(items)
+
+        made.engine.step = slowed  # type: ignore[method-assign]
+        prompts = [[i, i + 1, i + 2] for i in range(5)]
+        results = await asyncio.gather(
+            *(made.generate(token_ids=prompt, max_tokens=450) for prompt in prompts)
+        )
+        for prompt, result in zip(prompts, results, strict=True):
+            assert list(result.token_ids) == continuation(prompt, 450)
+            record = result.acceptance
+            assert record.fallbacks["does_not_pay"] > 100, record.fallbacks
+            drafted = [k > 0 for k in record.per_step_drafted]
+            assert sum(drafted[:40]) > 20 and sum(drafted[-150:]) < 75
         await made.until_idle()
 
 
