@@ -226,22 +226,68 @@ def test_sessions_that_come_and_go_one_by_one_stop_no_learning() -> None:
     assert tokens / (made.now - start) > 0.93 * 16 / PLAIN_S
 
 
+class Batches:
+    """Steps that bring each session a verdict in the same frame."""
+
+    def __init__(self, step_s: float) -> None:
+        self.yields, self.step_s, self.now = Yields(), step_s, 0.0
+
+    def rounds(self, count: int, told: list[bool | None], tokens: int) -> None:
+        for _ in range(count):
+            self.now += self.step_s
+            for each in told:
+                self.now += 1e-6
+                self.yields.note(self.now, tokens, len(told), each)
+
+    def until_trial(self, told: list[bool | None], tokens: int, most: int = 1000) -> bool:
+        for _ in range(most):
+            if self.yields.trying:
+                return True
+            self.rounds(1, told, tokens)
+        return False
+
+
 def test_a_long_run_ahead_delays_a_trial_and_does_not_spoil_it() -> None:
     """Windows begin when the last session has come back from what it was told before."""
-    yields = Yields()
-    now = 0.0
-
-    def rounds(count: int, told: list[bool], tokens: int) -> None:
-        nonlocal now
-        for _ in range(count):
-            now += 0.05
-            for each in told:
-                yields.note(now, tokens, 4, each)
-
-    rounds(60, [True] * 4, 2)
-    assert not yields.allows(4) and yields.trying
+    made = Batches(0.05)
+    assert made.until_trial([True] * 4, 2)
+    assert not made.yields.allows(4)
     # One is still on the way: whatever the others yield, nothing is decided.
-    rounds(60, [False, False, False, True], 4)
-    assert yields.trying
-    rounds(16, [False] * 4, 4)
-    assert not yields.trying and not yields.allows(4)
+    made.rounds(60, [False, False, False, True], 4)
+    assert made.yields.trying
+    made.rounds(16, [False] * 4, 4)
+    assert not made.yields.trying and not made.yields.allows(4)
+
+
+@pytest.mark.parametrize("step_s", [0.03, 0.06, 0.09])
+def test_the_edge_of_a_window_cuts_no_step_in_two(step_s: float) -> None:
+    """A window of a few steps would be wrong by one of them, far more than the margin."""
+    made = Batches(step_s)
+    assert made.until_trial([True] * 32, 10)
+    made.rounds(30, [False] * 32, 11)
+    assert not made.yields.allows(32)
+    same = Batches(step_s)
+    assert same.until_trial([True] * 32, 10)
+    same.rounds(30, [False] * 32, 10)
+    assert same.yields.allows(32)
+
+
+def test_a_hiccup_just_before_a_trial_is_no_measure() -> None:
+    made = Batches(0.05)
+    made.rounds(18, [True] * 4, 4)
+    made.rounds(10, [True] * 4, 1)
+    assert made.until_trial([True] * 4, 4)
+    made.rounds(20, [False] * 4, 3)
+    assert made.yields.allows(4) and not made.yields.trying
+
+
+def test_nothing_is_tried_for_the_sake_of_few() -> None:
+    """Where most sessions are never asked, the others draft as their policies like, even if they
+    were forbidden to before."""
+    made = Batches(0.05)
+    assert not made.until_trial([True, *[None] * 7], 2)
+    assert made.until_trial([True] * 8, 2)
+    made.rounds(20, [False] * 8, 4)
+    assert not made.yields.allows(8)
+    made.rounds(8, [False, *[None] * 7], 4)
+    assert made.yields.allows(8)
