@@ -294,10 +294,12 @@ def check_draw_words() -> None:
     those fields."""
     rows, vocab = 6, 300
     logits = rand(rows, vocab) * 2
-    for top_k in (0, 3):
+    for top_k in (0, 3, 2**32 - 1):
         draws = [
             Draw(
-                Sampling(temperature=0.4 * (r % 3), seed=2**64 - 1 - r, choice=r, top_k=top_k),
+                Sampling(
+                    temperature=0.4 * (r % 3), seed=2**64 - 1 - r, choice=2**32 - 1 - r, top_k=top_k
+                ),
                 9 + r,
             )
             for r in range(rows)
@@ -309,7 +311,7 @@ def check_draw_words() -> None:
         found = {f: ops.draw(padded, ops.DrawRows.of(words, f)).tolist() for f in (False, True)}
         wanted = draw_on_host(logits.cpu(), draws, False, gumbel_argmax_ref)[0]
         assert found[True][:rows] == wanted, top_k
-        assert (found[True] == found[False]) == (top_k == 0)
+        assert (found[True] == found[False]) == (top_k != 3)
         assert found[True][rows:] == logits[:2].argmax(1).tolist()
     print("draw words: ok")
 
