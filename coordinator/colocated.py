@@ -71,6 +71,9 @@ class Colocated(Drafting):
             self._round_k, self._proposed, self._source = room, False, ""
             if found:
                 self._read(verdict.proposal, asked, room, len(ids), runs_ahead)
+            elif runs_ahead and not verdict.HasField("proposal"):
+                # The target does not know of runs ahead: no fault of the drafter's.
+                self._record.fell_back("no_proposal")
             else:
                 self._failed("no_proposal")
         return False

@@ -127,12 +127,13 @@ class Separate(Drafting):
         self.waited_ns = arrived_ns - asked.sent_ns
         worked = worked_ns(message.timings)
         # What is not spent again is no cost of a round.
-        once = min(message.timings.once_ns, self.waited_ns)
+        standing = self._at.choice.standing
+        once = standing.once_ns(min(message.timings.once_ns, self.waited_ns))
         answered_ns = self.waited_ns - once
         self._record.spent("draft", min(worked, answered_ns))
         self._record.spent("link", answered_ns - worked)
-        self._at.choice.standing.breaker.success()
-        self._at.choice.standing.note_proposal(answered_ns / 1e9)
+        standing.breaker.success()
+        standing.note_proposal(answered_ns / 1e9)
         self._note_cost(asked, answered_ns)
         self.drafted_ns = message.timings.compute_ns + once
         ids, cause = self._take(message, asked.k, asked.length, asked.k)

@@ -271,10 +271,14 @@ class Session:
                 self._steps.dropped()
 
     async def _refused(self, message: target_pb2.TargetRefused) -> None:
-        if message.step_id != self._steps.step:
-            self._steps.dropped()
-            return
         error = from_item(message.error)
+        if message.step_id != self._steps.step:
+            if message.step_id == 0 and error.reason is Reason.ROWS_REFUSED:
+                # Rows that a drafter attached later would need: the target has dropped them.
+                self.record.fell_back("rows_gone")
+            else:
+                self._steps.dropped()
+            return
         refusals = _COLOCATED_REFUSALS if self._drafter.colocated else _ROW_REFUSALS
         if error.reason in refusals and self._steps.step == 0:
             self._drafter.refused(error.reason.lower())

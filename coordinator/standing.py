@@ -10,6 +10,8 @@ from coordinator.costs import Costs
 
 # Weight of the newest time in the running mean of proposals.
 _WEIGHT = 0.1
+# Graphs of all shapes are captured in less.
+ONCE_NS = 60_000_000_000
 
 
 @dataclass(slots=True)
@@ -21,6 +23,15 @@ class Standing:
     past: Acceptance = field(default_factory=Acceptance)
     # Running mean of how long proposals take, late ones included; 0 before the first.
     proposal_s: float = 0.0
+    # What it may still claim to have spent once only, in nanoseconds. One that claims it in every
+    # round would seem to draft for nothing.
+    once_left_ns: int = ONCE_NS
+
+    def once_ns(self, claimed_ns: int) -> int:
+        """As much of the claim as is believed."""
+        believed = min(claimed_ns, self.once_left_ns)
+        self.once_left_ns -= believed
+        return believed
 
     def note_proposal(self, seconds: float) -> None:
         if not self.proposal_s:

@@ -15,6 +15,9 @@ PLAIN, SEPARATE, COLOCATED = "plain", "separate", "co-located"
 _BITS_PER_MS = 1e6  # of one Gbit/s
 # Share of an exchange's work that a target has between two steps even if it asks nobody.
 TURN_SHARE = 0.4
+# What the services do for one more session in a round, by topology, in turns of a plain step: a
+# co-located round has a proposal to it, a separate one three services and the rows.
+_SESSION_TURNS = {PLAIN: 1, COLOCATED: 2, SEPARATE: 4}
 
 
 class StepTimes:
@@ -47,7 +50,8 @@ class StepTimes:
 class Link:
     """`rtt_ms`: between the draft's host and the others; `target_rtt_ms`: between coordinator and
     target; `exchange_ms`: what an exchange takes beside the wire, both ends together; `ahead`:
-    rounds that a target with its drafter inside goes on for by itself.
+    rounds that a target with its drafter inside goes on for by itself; `session_ms`: what the
+    services do for one more session in a plain round.
     """
 
     rtt_ms: float = 0.0
@@ -55,6 +59,7 @@ class Link:
     exchange_ms: float = 0.5
     target_rtt_ms: float = 0.0
     ahead: int = 8
+    session_ms: float = 0.0
 
     @property
     def turn_ms(self) -> float:
@@ -66,6 +71,10 @@ class Link:
         """The exchanges of one co-located round, on average: one in `ahead` + 1 is waited for."""
         asked = self.exchange_ms + self.target_rtt_ms
         return self.turn_ms + (asked - self.turn_ms) / (1 + self.ahead)
+
+    def sessions_ms(self, topology: str, sessions: int) -> float:
+        """What the services do for the sessions of a round beyond the first."""
+        return (sessions - 1) * _SESSION_TURNS[topology] * self.session_ms
 
     def transfer_ms(self, bytes_: float) -> float:
         return bytes_ * 8 / (self.bandwidth_gbit * _BITS_PER_MS)
@@ -111,7 +120,8 @@ def tau(chances: Sequence[float], k: int) -> float:
 
 def plain(work: Work, link: Link) -> Round:
     """Decoding without a draft; the target runs ahead, so no exchange is waited for."""
-    step, turn = work.verify.ms(0, work.batch), link.turn_ms
+    step = work.verify.ms(0, work.batch)
+    turn = link.turn_ms + link.sessions_ms(PLAIN, work.batch)
     return _round(PLAIN, work, 0, 1.0, 1, (step, 0.0, turn, 0.0), step + turn)
 
 
@@ -119,7 +129,8 @@ def colocated(work: Work, link: Link, k: int) -> Round:
     """Verify and draft take turns on one device. An exchange brings verdict and proposal, and most
     rounds need none."""
     verify, draft = work.verify.ms(k, work.batch), work.colocated_draft.ms(k, work.batch)
-    parts = (verify, draft, link.colocated_ms, 0.0)
+    exchanges = link.colocated_ms + link.sessions_ms(COLOCATED, work.batch)
+    parts = (verify, draft, exchanges, 0.0)
     return _round(COLOCATED, work, k, work.taus[k], 1, parts, sum(parts))
 
 
@@ -163,7 +174,7 @@ def _separate(
     sessions = -(-work.batch // groups)
     verify, draft = work.verify.ms(k, sessions), work.draft.ms(k, sessions)
     to_target = link.exchange_ms + link.target_rtt_ms
-    exchanges = to_target + link.exchange_ms + link.rtt_ms
+    exchanges = to_target + link.exchange_ms + link.rtt_ms + link.sessions_ms(SEPARATE, sessions)
     transfer = link.transfer_ms(sessions * work.taus[k] * work.row_bytes)
     # Rows leave with the verdict, which has the coordinator to pass through on its way.
     wait = max(0.0, transfer - to_target / 2)

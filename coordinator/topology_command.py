@@ -49,6 +49,9 @@ def plan(
         int,
         typer.Option(min=0, help="Rounds that a target with its draft inside goes on by itself."),
     ] = 8,
+    session_ms: Annotated[
+        float, typer.Option(help="What the services do for one more session in a plain round.")
+    ] = 0.05,
     batch: Annotated[int, typer.Option(min=1, help="Sessions that decode at once.")] = 1,
     context_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a session, where --from knows several lengths.")
@@ -99,7 +102,7 @@ def plan(
     if from_bench is not None:
         _show_check(check.predict(check.read_report(from_bench), draft_ahead), as_json)
         return
-    _check(kv_dtype, rtt_ms, bandwidth_gbit, exchange_ms, target_rtt_ms)
+    _check(kv_dtype, rtt_ms, bandwidth_gbit, exchange_ms, target_rtt_ms, session_ms)
     sizes = _sizes(target, draft, kv_dtype)
     told = ask(workers or (), method)
     most = min(told.most_k, sizes[1].max_draft_tokens or told.most_k) if sizes else told.most_k
@@ -116,7 +119,7 @@ def plan(
         colocated_draft_ms=colocated_draft_ms,
     )
     rtt = _rtt(rtt_ms, told, exchange_ms)
-    link = Link(rtt, bandwidth_gbit, exchange_ms, target_rtt_ms, draft_ahead)
+    link = Link(rtt, bandwidth_gbit, exchange_ms, target_rtt_ms, draft_ahead, session_ms)
     report = compare(load, link, _rooms(sizes, memory_gb, draft_memory_gb))
     _show(report, load, link, told, as_json)
 
@@ -141,7 +144,7 @@ def _check(kv_dtype: str, rtt_ms: float | None, bandwidth: float, *not_negative:
         raise SpecwireError.field("--kv-dtype", kv_dtype, accepted, Reason.SETTINGS_INVALID)
     if not 0 < bandwidth < float("inf"):
         raise SpecwireError.field("--bandwidth-gbit", bandwidth, "a number above 0")
-    names = ("--rtt-ms", "--exchange-ms", "--target-rtt-ms")
+    names = ("--rtt-ms", "--exchange-ms", "--target-rtt-ms", "--session-ms")
     for name, value in zip(names, (rtt_ms or 0.0, *not_negative), strict=True):
         if not 0 <= value < float("inf"):
             raise SpecwireError.field(name, value, "0 or more, in ms")

@@ -141,7 +141,23 @@ class Beside:
         """Lets the drafter write context of the items that it drafts for, in the stream of the
         step. Returns the groups that are written: none after a failure, which costs the draft its
         context and nobody else."""
-        rows, chosen = tap_rows, _rows_of(placed)
+        try:  # the copies too: there may be no memory for them
+            self._drafter.write(self._rows(placed, taps, tap_rows, positions, slots))
+        except Exception:
+            log.exception("the %s drafter failed to write its context", self._drafter.method)
+            return ()
+        return self._names
+
+    def _rows(
+        self,
+        placed: Sequence[Placed],
+        taps: tuple[int, ...],
+        rows: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+    ) -> TapRows:
+        """Those of the items that are drafted for, with the columns of the drafter's taps."""
+        chosen = _rows_of(placed)
         if chosen is not None:
             on_gpu = rows.device.type == "cuda"
             picked = torch.tensor(chosen, dtype=torch.int64, pin_memory=on_gpu)
@@ -152,12 +168,7 @@ class Beside:
             rows = torch.cat([rows[:, at : at + self._hidden] for at in columns], dim=1)
         # Padding may stand behind an item.
         highest = max(own.item.start + max(own.width, len(own.item.ids)) for own in placed) - 1
-        try:
-            self._drafter.write(TapRows(rows.bfloat16(), positions, slots, highest))
-        except Exception:
-            log.exception("the %s drafter failed to write its context", self._drafter.method)
-            return ()
-        return self._names
+        return TapRows(rows.bfloat16(), positions, slots, highest)
 
 
 def _rows_of(placed: Sequence[Placed]) -> list[int] | None:

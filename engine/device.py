@@ -129,7 +129,7 @@ def numerics_fingerprint(
 
 def _hardware(mode: Mode, device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda":
-        return (device_name(device), str(torch.version.cuda))
+        return (torch.cuda.get_device_name(device), str(torch.version.cuda))
     threads = "any" if mode == "native" else str(torch.get_num_threads())
     return (platform.machine(), torch.backends.cpu.get_cpu_capability(), threads)
 

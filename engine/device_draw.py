@@ -12,9 +12,7 @@ from engine.models.layers import Kernels
 from engine.sampling import Draw, draw, filters, margins_of
 from engine.step_words import StepWords
 
-DrawFields = DrawRows  # its name of old, for code that is still to follow
-
-__all__ = ["DRAW_WORDS", "DeviceDrawer", "DrawFields", "DrawRows", "write_draws"]
+__all__ = ["DRAW_WORDS", "DeviceDrawer", "DrawRows", "write_draws"]
 
 
 class DeviceDrawer:

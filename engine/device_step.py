@@ -37,11 +37,12 @@ _WIDTHS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """Device memory of one shape: logits fp32 [rows, vocab], and tap rows. The tokens are in the
-    shape's words, unless the host draws. The plan owns memory that a graph works in, which is
-    replaced when a larger shape comes, so it must live as long as the graph."""
+    """Device memory of one shape: logits fp32 [rows, vocab] where the host chooses from them, and
+    tap rows. Otherwise the tokens are in the shape's words, and nobody holds on to the logits:
+    those of all shapes would take gigabytes, so graphs share the memory. The plan owns memory that
+    a graph works in, which is replaced when a larger shape comes, so it must live as long."""
 
-    logits: Tensor
+    logits: Tensor | None
     tap_rows: Tensor | None
     plan: Any
 
@@ -190,7 +191,8 @@ class DeviceStepper:
         beside: Beside | None,
     ) -> Ran:
         placed = words.fill(items)
-        filtered = any(filters(item.sampling) for item in items)
+        at_once = self._drawer.fused and all(plain(item) for item in items)
+        filtered = at_once and any(filters(item.sampling) for item in items)
         kernels = self._kernels_of(items, words.rows)
 
         def body() -> _Outputs:
@@ -198,12 +200,13 @@ class DeviceStepper:
             rows = _rows(words, words.plan(), kernels)
             logits, tap_rows = self._launch(rows, every, taps, torch.bfloat16)
             assert logits is not None
-            if self._drawer.fused:
+            if at_once:
                 self._drawer.draw(logits, words.draws(filtered), out=words.tokens)
+                logits = None
             return _Outputs(logits, tap_rows, rows.plan)
 
         self._export.hold()
-        key = words.rows, words.width, taps, filtered, kernels is None
+        key = words.rows, words.width, taps, at_once, filtered, kernels is None
         outputs = self._graphs.run(key, body)
         if self._over is not None:
             self._over.record()
@@ -215,7 +218,7 @@ class DeviceStepper:
             late = self._export.take(outputs.tap_rows[:used])
         if self._over is not None:
             self._over.synchronize()
-        if self._drawer.fused and all(plain(item) for item in items):
+        if outputs.logits is None:
             chosen = _matched(items, words.drawn(used), words.width)
             return Ran(placed, chosen, late, written)
         rows = [

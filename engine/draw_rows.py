@@ -15,6 +15,7 @@ from engine.step_words import Words
 
 # temperature, min_p, top_p (fp32), top_k, choice, index, seed (64 bits): one array after another.
 DRAW_WORDS = 8
+_MOST = 2**31 - 1  # of a word with a sign; no vocabulary is larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class DrawWords:
         self._words, self._greedy = words, False
         parts = words[: 6 * rows].reshape(6, rows)
         self._temperature, self._min_p, self._top_p = (parts[i].view(np.float32) for i in range(3))
-        self._top_k, self._choice, self._index = parts[3:]
+        self._top_k, self._index = parts[3], parts[5]
+        # The noise takes its low 32 bits, whatever sign the kernel gives them.
+        self._choice = parts[4].view(np.uint32)
         self._seed = words[6 * rows :].view(np.uint64)
 
     def clear(self) -> None:
@@ -71,7 +74,8 @@ class DrawWords:
             s.min_p,
             s.top_p,
         )
-        self._top_k[rows], self._choice[rows], self._seed[rows] = s.top_k, s.choice, s.seed % 2**64
+        self._top_k[rows] = min(s.top_k, _MOST)
+        self._choice[rows], self._seed[rows] = s.choice % 2**32, s.seed % 2**64
         self._index[rows] = range(index, index + count)
 
 

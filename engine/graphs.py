@@ -28,13 +28,14 @@ class StepGraphs(Generic[T]):
     """Graphs of bodies that read static memory only; without `enabled` every body just runs.
 
     Their memory is one pool: only one of them runs at a time, and what it returns is overwritten by
-    the next replay.
+    the next replay. Other threads may use the device meanwhile.
     """
 
     def __init__(self, name: str, enabled: bool) -> None:
         self.name, self.enabled = name, enabled
         self._captured: dict[Hashable, _Captured[T]] = {}
         self._pool: Any = None
+        self._aside: Any = None
         # Nanoseconds that captures took so far.
         self.spent_ns = 0
 
@@ -50,14 +51,20 @@ class StepGraphs(Generic[T]):
 
     def _capture(self, key: Hashable, body: Callable[[], T]) -> _Captured[T]:
         began = time.perf_counter_ns()
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # One stream for all: libraries keep a workspace for each that they ever ran on.
+        if self._aside is None:
+            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside = self._aside
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(_WARM_UP):
                 body()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # The mode "global" would fail the capture, and them, when other threads wait for an event
+        # or allocate.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode=mode):
             outputs = body()
         self._pool = self._pool or graph.pool()
         spent_ns = time.perf_counter_ns() - began

@@ -135,6 +135,9 @@ class Intake:
         if request.then_propose and not session.spec.draft_tokens:
             text = "then_propose: the session was opened without a co-located drafter"
             raise SpecwireError(Reason.UNSUPPORTED, text)
+        if request.drafts_ahead and not request.then_propose:
+            accepted = "false where then_propose is 0"
+            raise SpecwireError.field("drafts_ahead", True, accepted)
         if not request.base_len:
             raise SpecwireError.field("base_len", 0, "1 to the committed length")
         draft, cause = usable_draft(

@@ -189,7 +189,10 @@ class Scheduler:
             session.step.compute_s += computed
             session.step.once_ns += once_ns
             session.step.width = result.width
-            self._progress.end_item(session, item, result, loop.time(), proposal)
+            try:
+                self._progress.end_item(session, item, result, loop.time(), proposal)
+            except Exception as error:  # rows that never came from the device: the engine's failure
+                self._engine_failed([session], error)
         self._metrics.step(len(items), computed)
 
     def _engine_failed(self, sessions: list[Session], error: Exception) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from draft_svc.costs import measure
+from draft_svc.costs import first_runs, measure
 from draft_svc.gain import Average
 from draft_svc.methods.base import (
     REASON_CAPACITY,
@@ -176,11 +176,11 @@ class DraftModelMethod(Method[DraftModelContext]):
         items = [
             Item(c.table, ids, len(c.run), 0, c.sampling, exact=False) for c, ids in parts if ids
         ]
-        began = self._clock()
+        began = self._worked_s()
         if items:
             self._engine.step(items)
             count = sum(len(item.ids) for item in items)
-            self._token_s.add((self._clock() - began) / count)
+            self._token_s.add((self._worked_s() - began) / count)
         for context, ids in parts:
             context.run += ids
             self._publish(context)
@@ -228,8 +228,8 @@ class DraftModelMethod(Method[DraftModelContext]):
         """
         texts = [list(request.context.ids) for request in requests]
         for step in range(max((request.k for request in requests), default=0)):
-            began = self._clock()
-            ready_at = began + self._step_s.value
+            began = self._worked_s()
+            ready_at = self._clock() + self._step_s.value
             wanting = [
                 (request.context, text)
                 for request, text in zip(requests, texts, strict=True)
@@ -242,7 +242,7 @@ class DraftModelMethod(Method[DraftModelContext]):
             for (context, text), token in zip(wanting, self._step(wanting), strict=True):
                 context.run += text[len(context.run) :]
                 text.append(token)
-            self._step_s.add(self._clock() - began)
+            self._step_s.add(self._worked_s() - began)
         return [text[len(r.context.ids) :] for r, text in zip(requests, texts, strict=True)]
 
     def _step(self, wanting: Sequence[tuple[DraftModelContext, list[int]]]) -> list[int]:
@@ -271,6 +271,14 @@ class DraftModelMethod(Method[DraftModelContext]):
 
     # -- the rest --------------------------------------------------------------------------------
 
+    @property
+    def once_ns(self) -> int:
+        return self._engine.once_ns
+
+    def _worked_s(self) -> float:
+        """The clock without what was spent once, so that differences are what steps cost."""
+        return self._clock() - self._engine.once_ns / 1e9
+
     def stats(self) -> PoolStats:
         return self._engine.stats()
 
@@ -278,12 +286,10 @@ class DraftModelMethod(Method[DraftModelContext]):
         self._engine.check_integrity()
 
     def warm_up(self) -> None:
-        costs = measure(
-            self,
-            self._filled,
-            tokens=self._info.max_draft_tokens,
-            max_length=self._info.max_length_tokens,
-        )
+        tokens, longest = self._info.max_draft_tokens, self._info.max_length_tokens
+        if self._info.device != "cpu":  # kernels are compiled there
+            first_runs(self, self._filled, tokens, longest)
+        costs = measure(self, self._filled, tokens=tokens, max_length=longest)
         self._info = replace(self._info, costs=costs)
 
     def _filled(self, sessions: int, length: int) -> list[DraftModelContext]:

@@ -85,8 +85,8 @@ class DeviceAttention(AttentionBackend):
 
     @abstractmethod
     def view(self, words: torch.Tensor, span_capacity: int, pages_per_span: int, width: int) -> Any:
-        """The plan made of device words (int32, as many as were filled). `width` > 0: every span
-        has that many rows, or none; 0: any."""
+        """The plan made of device words (int32, as many as were filled). `width` > 0: no span
+        has more rows; 0: any."""
 
     def capacity(self, spans: Sequence[Span]) -> tuple[int, int]:
         """Words and pages a span that just these spans need."""

@@ -50,6 +50,7 @@ FLASHINFER = Backend(
     heads=(Sizes(listed=(64, 128)),),
     non_causal=True,
     implemented=True,
+    ran_on_gpu=True,
     note="needs the package flashinfer-python; KV of the activations' dtype",
 )
 
@@ -64,6 +65,7 @@ FLASH_ATTN = Backend(
     non_causal=True,
     window=True,
     implemented=True,
+    ran_on_gpu=True,
     note="the FlashAttention 2 kernel of torch over gathered keys; KV of the activations' dtype",
 )
 
@@ -78,6 +80,7 @@ FLEX_ATTENTION = Backend(
     non_causal=True,
     window=True,
     implemented=True,
+    ran_on_gpu=True,
     note="torch's flex_attention over gathered keys",
 )
 
@@ -91,6 +94,7 @@ TORCH_SDPA = Backend(
     non_causal=True,
     window=True,
     implemented=True,
+    ran_on_gpu=True,
     note="the plain reference: any head size, any page size",
 )
 
@@ -109,6 +113,7 @@ TRITON_MLA = Backend(
     lse_base="e",
     graphs=(GraphRule(GraphLevel.ALWAYS),),
     implemented=True,
+    ran_on_gpu=True,
     note="rows do not depend on the rows beside them; on the CPU with TRITON_INTERPRET=1 only",
 )
 
@@ -122,6 +127,7 @@ TORCH_MLA = Backend(
     non_causal=True,
     window=True,
     implemented=True,
+    ran_on_gpu=True,
     note="the plain reference of latent attention: any rank, any page size",
 )
 

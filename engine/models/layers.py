@@ -64,7 +64,7 @@ HeadNorms = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Kernels:
-    """One way to run every operator, made of the small ones; Triton's fuses more (`triton_ops`)."""
+    """One way to run every operator, made of the small ones; `triton_kernels` fuses more."""
 
     mode: Mode
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

@@ -17,7 +17,8 @@ _SWITCH_S = 0.0005
 
 
 def prepare() -> None:
-    """Sets what the user has not set: threads that wait must leave the cores to the others."""
+    """Threads that wait must leave the cores to the others, and the interpreter soon. What the
+    user has set in the environment stays."""
     sys.setswitchinterval(_SWITCH_S)
     # A waiting OpenMP thread that spins makes a contended step take a hundred times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -56,6 +56,16 @@ def tokens(
     return texts[0][11 : 11 + count]
 
 
+def chosen_on_the_host(engine: NativeEngine) -> None:
+    """A block of which numbers are asked for has the tokens of one that is drawn at once."""
+    table, ids = engine.allocate(0), [3, 4, 5]
+    plain, told = (
+        engine.step([Item(table, ids, 0, 3, GREEDY, margins=wanted)])[0] for wanted in (False, True)
+    )
+    assert told.tokens == plain.tokens and len(told.margins) == len(told.tokens)
+    table.free()
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         write_model(Path(scratch), "qwen3", head_dim=16)
@@ -67,6 +77,7 @@ def main() -> None:
             expected = tokens(plain, sampling, [])
             assert tokens(fused, sampling, []) == expected
             assert tokens(fused, sampling, [7, 8]) == expected
+        chosen_on_the_host(fused)
         # Products by torch, as steps of many rows have them that need not be exact.
         model = fused._model
         model.kernels = replace(model.kernels, loose_rows=1)

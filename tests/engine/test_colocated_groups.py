@@ -306,6 +306,27 @@ def test_other_taps_of_a_step_do_not_change_the_draft(tmp_path: Path, target: Pa
         assert proposals(mate) == alone, mate
 
 
+def test_no_memory_for_the_drafters_rows_costs_the_target_nothing(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are picked where a batch mate is not drafted for."""
+    write_draft(tmp_path)
+    engine, _ = start(target, tmp_path)
+    tables = [engine.allocate(0) for _ in range(2)]
+    items = [
+        Item(table, random_ids(10), 0, 1, Sampling(0.0), exact=False, drafted=drafted)
+        for table, drafted in zip(tables, (False, True), strict=True)
+    ]
+    expected = [result.tokens for result in engine.step(items)]
+
+    def short(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("engine.colocated._rows_of", short)
+    assert [result.tokens for result in engine.step(items)] == expected
+    assert [table.covered for table in tables] == [{}, {}]
+
+
 def test_what_is_not_drafted_for_is_not_written(tmp_path: Path, target: Path) -> None:
     write_draft(tmp_path)
     engine, drafter = start(target, tmp_path)

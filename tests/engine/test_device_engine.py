@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from engine.device import kernel_mode, resolve_device
+from engine.config import EngineConfig
+from engine.device import kernel_mode, numerics_fingerprint, resolve_device
 from engine.errors import BackendUnavailable
 
 
@@ -37,3 +39,14 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     assert resolve_device("auto", gpu="drafts run here").type == "cpu"
     with pytest.raises(BackendUnavailable, match="kernels 'native' cannot be used"):
         kernel_mode("native", resolve_device("cpu").__class__("cuda"))
+
+
+def test_equal_gpus_of_a_host_compute_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that must stay exact may go on at the one when the other is lost."""
+    names = {0: "GPU A", 1: "GPU A", 2: "GPU B"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    first, second, other = (
+        numerics_fingerprint(EngineConfig(), "triton", torch.device("cuda", index), "TRITON_ATTN")
+        for index in names
+    )
+    assert first == second != other

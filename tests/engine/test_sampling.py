@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.api import Sampling
+from engine.draw_rows import DRAW_WORDS, DrawRows, DrawWords
 from engine.kernels.cpu import ops
 from engine.noise import gumbel, philox
 from engine.sampling import Draw, Filter, accept, draw, signed64
@@ -188,6 +190,18 @@ def test_broken_logits_end_the_draw_all_the_same() -> None:
     sampling = Sampling(top_k=1, top_p=0.5, min_p=0.5)
     tokens = draw(logits, [Draw(sampling, i) for i in range(3)], True, ops.gumbel_argmax)[0]
     assert tokens[1] == 1 and all(0 <= token < 3 for token in tokens)
+
+
+def test_options_of_32_bits_fit_the_words_of_a_step() -> None:
+    """One session's top_k must not fail the step of all others."""
+    words = np.full(2 * DRAW_WORDS, -1, np.int32)
+    written = DrawWords(words, 2)
+    written.clear()
+    written.write(1, 1, Sampling(top_k=2**32 - 1, choice=2**32 - 2, seed=2**64 - 3), 7)
+    how = DrawRows.of(torch.from_numpy(words))
+    assert how.top_k is not None and how.top_k.tolist() == [0, 2**31 - 1]
+    assert int(how.choice[1]) % 2**32 == 2**32 - 2
+    assert int(how.seed[1]) % 2**64 == 2**64 - 3 and int(how.index[1]) == 7
 
 
 def test_accept_stops_at_the_first_difference() -> None:

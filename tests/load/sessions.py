@@ -86,7 +86,8 @@ def cell(mode: Mode, turns: Sequence[Sequence[Stream]], tau: float | None) -> Ce
             stream.record.per_step_outside_us, stream.record.per_step_drafted, strict=True
         )
     ]
-    drafting = mode.method != PLAIN
+    # A mode that switched itself off measures plain rounds: nothing to make a figure of.
+    drafting = mode.method != PLAIN and any(drafted for _, drafted in steps)
     outside = percentile([us for us, drafted in steps if bool(drafted) is drafting], 0.5)
     synthetic = tau is not None and drafting
     if tau is not None and drafting:

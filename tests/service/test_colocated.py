@@ -141,6 +141,9 @@ async def test_what_cannot_be_is_refused_by_name(pairs: Pairs) -> None:
         assert (
             refused.error.reason == Reason.UNSUPPORTED and "then_propose" in refused.error.message
         )
+        await peer.send(verify(1, length, at=key(3), drafts_ahead=True))
+        refused = await peer.refused()
+        assert refused.error.metadata["field"] == "drafts_ahead"
         await peer.send(verify(1, length, at=key(3)))  # the session goes on
         assert (await peer.verdict()).step_id == 1
     async with target(ToyEngine()) as plain:

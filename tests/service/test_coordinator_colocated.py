@@ -73,13 +73,14 @@ async def test_a_target_that_goes_on_by_itself_is_asked_once_in_a_while() -> Non
 
 
 async def test_a_run_ahead_that_brings_no_proposals_is_plain() -> None:
-    """A target that does not know of it, or a drafter that has nothing."""
+    """A target that does not know of it, or a drafter that has nothing; that is no breaker's case,
+    since the drafter never failed to answer."""
 
     def script(verdict: Verdict, ids: list[int], k: int) -> Proposal | None:
         return perfect(verdict, ids, k) if verdict.step_id % 4 == 0 else None
 
     toy = ColocatedToy(script)
-    settings = {"num_speculative_tokens": 3, "draft_ahead": 3, "breaker_lates": 50}
+    settings = {"num_speculative_tokens": 3, "draft_ahead": 3, "breaker_lates": 2}
     async with fleet_world(infos=[toy], **settings) as made:
         result = await made.generate(max_tokens=61)
         assert list(result.token_ids) == continuation(PROMPT, 61)

@@ -21,9 +21,9 @@ from specwire.v1 import common_pb2, generate_pb2
 from tests.service.toy_engine import continuation
 
 SESSIONS, TOKENS, K = 64, 200, 3
-# Measured: 2.9 ms on one thread of a busy two-core machine, text apart. The limit leaves room for
-# slower ones; a copy or a task per item would be seen.
-LIMIT_MS = 9.0
+# Measured: 3 to 12 ms on one thread of a busy two-core machine. The limit leaves room for machines
+# with other work to do; what grows with the square of the sessions would be seen.
+LIMIT_MS = 40.0
 
 
 def request(number: int, k: int | None) -> generate_pb2.GenerateRequest:

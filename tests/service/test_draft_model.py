@@ -29,7 +29,7 @@ from draft_svc.methods.base import (
 )
 from draft_svc.methods.draft_model import DraftModelContext, DraftModelMethod
 from draft_svc.settings import DraftSettings
-from engine.api import Item, Sampling
+from engine.api import Item, ItemResult, Sampling
 from engine.default_model import tokenizer_document, tokenizer_hash
 from engine.runner import NativeEngine
 from specwire.errors import Reason, SpecwireError
@@ -215,6 +215,29 @@ def test_a_few_tokens_behind_wait_for_the_next_proposal(
         assert not method.work()
     assert not steps
     assert len(ask(method, context, 2).ids) == 2 and len(steps) == 2
+    method.close(context)
+
+
+def test_what_is_spent_once_makes_no_step_look_slow(
+    monkeypatch: pytest.MonkeyPatch, engine: NativeEngine
+) -> None:
+    """A graph captured in the first steps must not make later proposals miss their deadlines."""
+    now, once_ns = [0.0], [0]
+    step = engine.step
+
+    def captured(items: Sequence[Item]) -> list[ItemResult]:
+        now[0] += 0.3 + 0.001
+        once_ns[0] += 300_000_000
+        return step(items)
+
+    monkeypatch.setattr(type(engine), "once_ns", property(lambda _: once_ns[0]))
+    monkeypatch.setattr(engine, "step", captured)
+    method = make(engine, clock=lambda: now[0])
+    context = method.open(random_ids(8), GREEDY)
+    assert len(ask(method, context, 2).ids) == 2 and method.once_ns == 600_000_000
+    monkeypatch.setattr(engine, "step", step)
+    soon = Request(context, 2, now[0] + 0.01)
+    assert len(method.propose([soon])[0].ids) == 2
     method.close(context)
 
 

@@ -40,15 +40,20 @@ class Oracle(Method[list[int]]):
 
     def __init__(self, clock: Clock, skill: float, cost_s: float = 0.01) -> None:
         self.clock, self.skill, self.cost_s = clock, skill, cost_s
+        self.once_s = 0.0
         self.text: Sequence[int] = ()
         self.reason = ""
-        self.calls = 0
+        self.calls = self.spent_once_ns = 0
         self.contexts: list[list[int]] = []
         self._chance = random.Random(1)
 
     @property
     def info(self) -> MethodInfo:
         return MethodInfo("oracle", "oracle", K, max_length_tokens=9, rows=RowNeeds((1,), 2))
+
+    @property
+    def once_ns(self) -> int:
+        return self.spent_once_ns
 
     def open(self, ids: Sequence[int], sampling: Sampling) -> list[int]:
         self.contexts.append(list(ids))
@@ -62,7 +67,8 @@ class Oracle(Method[list[int]]):
 
     def propose(self, requests: Sequence[Request[list[int]]]) -> list[Draft]:
         self.calls += 1
-        self.clock.now += self.cost_s
+        self.clock.now += self.cost_s + self.once_s
+        self.spent_once_ns += int(self.once_s * 1e9)
         if self.reason:
             return [Draft(reason=self.reason) for _ in requests]
         return [self._draft(request) for request in requests]
@@ -147,6 +153,14 @@ def test_the_neural_drafter_is_tried_again_from_time_to_time() -> None:
     text = fresh_text(20) * 100
     sources = follow(method, oracle, clock, text)
     assert sources[-4 * EXPLORE_EVERY :].count("oracle") in (3, 4, 5)
+
+
+def test_what_is_spent_once_is_no_cost_of_the_neural_drafter() -> None:
+    method, oracle, _ = pair(skill=1.0)
+    oracle.text, oracle.once_s = fresh_text(20), 0.3
+    context = method.open(oracle.text[:2], Sampling())
+    method.propose([Request(context, K)])
+    assert method._neural_s.value == pytest.approx(oracle.cost_s)
 
 
 @pytest.mark.parametrize("skill", [0.2, 0.6, 0.9])

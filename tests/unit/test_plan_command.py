@@ -208,7 +208,7 @@ def test_a_load_beyond_the_times_is_called_a_guess(plan: Any) -> None:
 def test_running_workers_tell_times_rows_and_limits(plan: Any, tmp_path: Path) -> None:
     with serving(tmp_path, "target") as target, serving(tmp_path, "draft") as draft:
         workers = ("--from", target, "--from", draft, "--acceptance", "0.9", "--json")
-        code, out, _ = plan(*workers, "--batch", "4", "--rtt-ms", "1")
+        code, out, _ = plan(*workers, "--batch", "4", "--rtt-ms", "1", "--session-ms", "0")
         assert code == 0
         found = json.loads(out)
         assert found["row_bytes"] == 200

@@ -58,6 +58,21 @@ def test_times_between_what_was_measured() -> None:
     assert two.ms(0, 1) == 30.0
 
 
+def test_more_sessions_are_more_work_for_the_services() -> None:
+    """Once for each beyond the first in a plain round, twice with a proposal beside it, four times
+    with a draft service and its rows."""
+    none, some = Link(exchange_ms=0.5), Link(exchange_ms=0.5, session_ms=0.05)
+    many = work(batch=9)
+    assert plain(many, some).cycle_ms - plain(many, none).cycle_ms == pytest.approx(0.4)
+    inside = colocated(many, some, 4).cycle_ms - colocated(many, none, 4).cycle_ms
+    assert inside == pytest.approx(0.8)
+    apart = [separate(many, link, 4, 1).exchanges_ms for link in (some, none)]
+    assert apart[0] - apart[1] == pytest.approx(1.6)
+    halves = [separate(many, link, 4, 2).exchanges_ms for link in (some, none)]
+    assert halves[0] - halves[1] == pytest.approx(0.8)  # five sessions in the larger half
+    assert plain(work(), some) == plain(work(), none)
+
+
 def test_one_session_by_hand() -> None:
     link = Link(rtt_ms=3.0, bandwidth_gbit=10.0, exchange_ms=0.5, target_rtt_ms=0.2)
     one = work(row_bytes=40_960)

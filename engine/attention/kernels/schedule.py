@@ -78,7 +78,7 @@ class Schedule:
         return (words - HEADER - spans * pages_per_span) // RECORD
 
     def whole(self, spans: int, width: int, keys: int, records: int) -> bool:
-        """Whether a step of `width` rows a span (0: any) may have items of several chunks."""
+        """Whether a step of up to `width` rows a span (0: any) may have items of several chunks."""
         chunks = -(-keys // (self.tiles.keys * self.tiles.chunk))
         tiles = self.tiles_of(width)
         room = min(records - 2 * spans * tiles, self.slots)

@@ -73,7 +73,7 @@ def _run(
     """`launch` with the tile that fits; `norm` is weight and eps."""
     rows, n = out.shape
     narrow = tile_of(n, weight.shape[1], weight.dtype, norm is not None)
-    tile = wide_tile(wide, rows, n, gated)
+    tile = wide_tile(wide, rows, n, gated, weight.dtype)
     full: Norm | None = None
     if norm is not None:
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)

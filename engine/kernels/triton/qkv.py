@@ -109,7 +109,7 @@ def norm_qkv_store(
     if not rows:
         return q
     scales = torch.empty(rows, dtype=torch.float32, device=residual.device)
-    many = wide_tile(wide, rows, n, False)
+    many = wide_tile(wide, rows, n, False, weight.dtype)
     tile = fitted(half_tile(n, k, weight.dtype), residual.dtype, weight.dtype, True)
     programs = 1 if many else (heads + 2 * kv_heads) * triton.cdiv(dim // 2, tile.n)
     _norm_qkv_store[(triton.cdiv(rows, ROWS), programs)](

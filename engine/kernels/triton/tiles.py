@@ -75,10 +75,11 @@ _NARROW_ROWS = 32
 
 
 @functools.lru_cache(4096)
-def wide_tile(wide: Wide, rows: int, n: int, gated: bool) -> Tile | None:
-    """Of `wide` the tile for [rows, n]; None: those of few rows are better. A gated product has two
-    sums for each output, so half the columns."""
-    for tile in wide if rows > _NARROW_ROWS else ():
+def wide_tile(wide: Wide, rows: int, n: int, gated: bool, weight: torch.dtype) -> Tile | None:
+    """Of `wide` the tile for [rows, n]; None: those of few rows are better, as always for an fp32
+    weight (a router's), of which `wide` says nothing. A gated product has two sums for each output,
+    so half the columns."""
+    for tile in wide if rows > _NARROW_ROWS and weight != torch.float32 else ():
         columns = tile.n // (1 + gated)
         if -(-rows // tile.rows) * -(-n // columns) >= tile.fewest:
             return replace(tile, n=columns)
