@@ -36,10 +36,11 @@ from engine.default_model import tokenizer_document, tokenizer_hash
 from engine.device import weight_dtype
 from engine.errors import OutOfPages, SettingRefused
 from engine.kv.pool import PageTable, PoolStats, TableView
-from engine.models.dflash import Block, DFlashOptions, choose_attention
+from engine.models.dflash import Block
 from engine.models.draft_context import ContextMemory
 from engine.models.draft_dialects import parse_draft
 from engine.models.draft_loading import DraftTarget, build_draft, draft_device
+from engine.models.draft_options import DFlashOptions, choose_attention
 from engine.models.family import cache_geometry
 from engine.weights import read_json
 from specwire.v1 import draft_pb2_grpc

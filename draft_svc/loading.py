@@ -21,10 +21,10 @@ from engine.device import device_name, kernel_mode, use_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError, SettingRefused
 from engine.linear import int8_is_fast
 from engine.loading import load_engine
-from engine.models.dflash import DFlashOptions, choose_attention
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_dialects import parse_draft
 from engine.models.draft_loading import DraftTarget, draft_device, load_draft
+from engine.models.draft_options import DFlashOptions, choose_attention
 from engine.tokenizer import token_table
 from engine.weights import read_json
 from specwire.errors import Reason, SpecwireError

@@ -16,44 +16,23 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Span
-from engine.attention.request import KVGroup
 from engine.attention.resolution import Resolution
-from engine.attention.select import AttentionOptions, make_backend, resolve_attention
+from engine.attention.select import make_backend
 from engine.batch import slots_of
-from engine.device import activation_dtype, kernel_mode
+from engine.device import kernel_mode
 from engine.device_draw import DeviceDrawer
 from engine.draw_rows import DrawRows
-from engine.errors import BackendUnavailable
 from engine.kv.pool import PageTable, TableView
 from engine.linear import Linear
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_attention import draft_attention
 from engine.models.draft_context import ContextMemory, ContextRows, RowUpload
+from engine.models.draft_options import DFlashOptions
 from engine.models.draft_vocabulary import DraftVocabulary
-from engine.models.family import cache_geometry, latent_of
+from engine.models.family import cache_geometry
 from engine.models.kernel_sets import kernels_for
 from engine.models.layers import Rows
 from engine.weights import Weights
-
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class DFlashOptions:
-    """How to run a draft. `head_rows` drafts with the first rows of the head only (0: all);
-    `int8_head` quantises them, on a CPU.
-    """
-
-    device: torch.device = CPU
-    page_count: int = 2048
-    page_tokens: int = 16
-    kv_dtype: str = "auto"
-    weight_dtype: torch.dtype = torch.bfloat16
-    kernels: str = "auto"
-    attention_backend: str | None = None
-    cuda_graph_mode: str = "auto"
-    head_rows: int = 0
-    int8_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,45 +66,6 @@ class _Layer:
     post_norm: Tensor
     gate_up: Linear
     down: Linear
-
-
-def choose_attention(
-    config: DFlashConfig,
-    options: DFlashOptions,
-    method: str = "dflash",
-    target: Resolution | None = None,
-    group: KVGroup | None = None,
-) -> Resolution:
-    """The draft's own backend and KV, before anything is loaded. Raises AttentionRefused. `target`
-    and `group`: of a draft in its target's pages, see `resolve_attention`.
-    """
-    mode = kernel_mode(options.kernels, options.device)
-    if mode == "triton" and config.latent is not None:
-        raise BackendUnavailable(
-            "kernels 'triton' cannot be used: the draft's attention is latent; accepted: native, "
-            "torch"
-        )
-    return resolve_attention(
-        AttentionOptions(
-            options.attention_backend,
-            options.kv_dtype,
-            options.page_tokens,
-            options.cuda_graph_mode,
-        ),
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        modes=config.modes,
-        native=mode == "native",
-        latent=latent_of(config),
-        role="draft",
-        method=method,
-        query_tokens=config.block_size,
-        device=options.device,
-        dtype=activation_dtype(mode, str(options.weight_dtype).removeprefix("torch.")),
-        target=target,
-        group=group,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,11 @@ from engine.device import kernel_mode, resolve_device
 from engine.errors import CheckpointError
 from engine.linear import Int8Linear, Linear, pack_linear
 from engine.models.config import from_hf
-from engine.models.dflash import (
-    DFlashModel,
-    DFlashOptions,
-    DraftTables,
-    choose_attention,
-)
+from engine.models.dflash import DFlashModel, DraftTables
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_context import ContextMemory
 from engine.models.draft_dialects import Target, parse_draft
+from engine.models.draft_options import DFlashOptions, choose_attention
 from engine.models.draft_vocabulary import DraftVocabulary, read_vocabulary
 from engine.models.dspark import DSparkModel
 from engine.weights import MASK_VECTOR, Weights, fingerprint, read_json

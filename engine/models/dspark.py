@@ -17,16 +17,10 @@ from torch.nn import functional as F
 from engine.attention.resolution import Resolution
 from engine.device_draw import DeviceDrawer
 from engine.draw_rows import DrawRows
-from engine.models.dflash import (
-    Block,
-    DFlashModel,
-    DFlashOptions,
-    DraftTables,
-    SlotDraws,
-    own_chances,
-)
+from engine.models.dflash import Block, DFlashModel, DraftTables, SlotDraws, own_chances
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_context import ContextMemory
+from engine.models.draft_options import DFlashOptions
 from engine.models.markov import MarkovHead
 from engine.weights import Weights
 

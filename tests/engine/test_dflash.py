@@ -16,8 +16,9 @@ from engine.attention.base import LayerMode
 from engine.attention.layers import draft_modes
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
-from engine.models.dflash import Block, DFlashModel, DFlashOptions
+from engine.models.dflash import Block, DFlashModel
 from engine.models.draft_loading import load_dflash
+from engine.models.draft_options import DFlashOptions
 from engine.models.rope import rope_theta
 from tests.engine.tiny import HIDDEN, KERNELS, VOCAB, write_llama
 

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.models.dflash import Block, DFlashModel, DFlashOptions
+from engine.models.dflash import Block, DFlashModel
 from engine.models.draft_dialects import parse_draft
 from engine.models.draft_loading import DraftTarget, LoadedDraft, load_dflash, load_dspark
+from engine.models.draft_options import DFlashOptions
 from engine.models.dspark import DSparkModel
 from engine.weights import fingerprint
 from tests.engine.draft_reference import (

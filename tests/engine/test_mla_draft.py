@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.models.dflash import Block, DFlashModel, DFlashOptions
+from engine.models.dflash import Block, DFlashModel
 from engine.models.draft_loading import load_dflash, load_dspark
+from engine.models.draft_options import DFlashOptions
 from engine.models.dspark import DSparkModel
 from tests.engine.tiny import HIDDEN, KERNELS, LATENT, LAYERS, VOCAB, write_model
 

@@ -39,9 +39,10 @@ from engine.api import Sampling
 from engine.block_step import Wanted
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
-from engine.models.dflash import Block, DFlashModel, DFlashOptions
+from engine.models.dflash import Block, DFlashModel
 from engine.models.draft_context import ContextRows
 from engine.models.draft_loading import DraftTarget, load_draft
+from engine.models.draft_options import DFlashOptions
 from tests.load import colocated_draft
 from tests.load.bench_gpu_engine import write_random
 from tests.load.colocated_draft import Pair

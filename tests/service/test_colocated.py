@@ -15,8 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from draft_svc.methods.base import Draft
 from draft_svc.methods.dflash import DFlashMethod
 from engine.api import Item, Sampling
-from engine.models.dflash import Block, DFlashOptions
+from engine.models.dflash import Block
 from engine.models.draft_loading import load_dflash
+from engine.models.draft_options import DFlashOptions
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
 from target_svc.drafters import find_drafter

@@ -29,8 +29,9 @@ from draft_svc.methods.dflash_context import DFlashContext
 from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
 from engine.api import Sampling
-from engine.models.dflash import Block, DFlashOptions
+from engine.models.dflash import Block
 from engine.models.draft_loading import LoadedDraft, load_dflash
+from engine.models.draft_options import DFlashOptions
 from specwire.rpc import channel_options
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 from tests.service.draft_peer import (

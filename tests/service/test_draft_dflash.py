@@ -26,8 +26,9 @@ from draft_svc.methods.dflash_context import DFlashContext
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.loading import load_engine
-from engine.models.dflash import Block, DFlashOptions
+from engine.models.dflash import Block
 from engine.models.draft_loading import LoadedDraft, load_dflash
+from engine.models.draft_options import DFlashOptions
 from engine.noise import gumbel
 from specwire.rpc import channel_options
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc

@@ -15,8 +15,9 @@ from draft_svc.training.spec import parse_spec
 from draft_svc.training.trainer import Trainer
 from engine.errors import CheckpointError
 from engine.kv.pool import PageTable
-from engine.models.dflash import Block, DFlashModel, DFlashOptions
+from engine.models.dflash import Block, DFlashModel
 from engine.models.draft_loading import load_dflash, load_dspark
+from engine.models.draft_options import DFlashOptions
 from engine.models.dspark import DSparkModel
 from tests.engine.tiny import KERNELS, LATENT
 from tests.training.toys import MASK, corpus_of, random_documents, spec, tiny_target, trainer_of

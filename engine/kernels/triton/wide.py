@@ -6,6 +6,8 @@ instructions of it than those of 16, so that this is found out, not assumed.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,15 @@ _ROWS, _DEPTH, _EPS = 200, 576, 1e-5  # rows that fill no tile
 
 
 def equal_tiles(dtype: torch.dtype) -> Wide:
-    """Of `WIDE`; none without a GPU, or for fp32, which its cores do not multiply."""
+    """Of `WIDE`; none without a GPU, or for fp32, which its cores do not multiply. Tried once for
+    each device."""
     if dtype == torch.float32 or not torch.cuda.is_available():
         return ()
+    return _tried(dtype, torch.cuda.current_device())
+
+
+@functools.cache
+def _tried(dtype: torch.dtype, device: int) -> Wide:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
