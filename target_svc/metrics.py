@@ -19,6 +19,9 @@ class Metrics:
         self._tokens = self._counter("tokens", "Tokens committed", ["source"])
         self._rows = self._counter("row_bytes", "Bytes of hidden-state rows", ["outcome"])
         self._verdicts = self._counter("verdicts", "Steps answered", ["kind"])
+        # Looked up once: with many sessions a step counts hundreds of times.
+        self._drafted, self._own = self._tokens.labels("draft"), self._tokens.labels("target")
+        self._kinds = {kind: self._verdicts.labels(kind) for kind in ("open", "verify")}
         self._failures = self._counter("engine_failures", "Engine steps that raised", [])
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, by where from", ["source"])
         self._preempted = self._counter("preemptions", "Sessions that gave their pages away", [])
@@ -49,9 +52,9 @@ class Metrics:
         self._step.observe(seconds)
 
     def verdict(self, kind: str, accepted: int, tokens: int) -> None:
-        self._verdicts.labels(kind).inc()
-        self._tokens.labels("draft").inc(accepted)
-        self._tokens.labels("target").inc(tokens - accepted)
+        self._kinds[kind].inc()
+        self._drafted.inc(accepted)
+        self._own.inc(tokens - accepted)
 
     def prompt(self, cached: int, run: int) -> None:
         self._prompt.labels("cache").inc(cached)
