@@ -68,7 +68,7 @@ def chosen_on_the_host(engine: NativeEngine) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        write_model(Path(scratch), "qwen3", head_dim=16)
+        write_model(Path(scratch), "qwen3", head_dim=16, num_hidden_layers=3)
         options = {"device": DEVICE, "kv_pages": 16, "max_length": 64}
         plain = load_tiny(Path(scratch), "torch", attention_backend="TORCH_SDPA", **options)
         fused = load_tiny(Path(scratch), "triton", attention_backend="TRITON_ATTN", **options)

@@ -15,12 +15,12 @@ import traceback
 from pathlib import Path
 
 
-def run(module: str) -> dict[str, str]:
-    """Name of every check of `module` and what went wrong, "" for nothing."""
+def run(module: str, *only: str) -> dict[str, str]:
+    """Name of every check of `module`, or of those named, and what went wrong, "" for nothing."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join((str(root / "proto"), str(root)))
     env = dict(os.environ, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
-    command = [sys.executable, "-m", "tests.engine.interpreted", module]
+    command = [sys.executable, "-m", "tests.engine.interpreted", module, *only]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -28,7 +28,8 @@ def run(module: str) -> dict[str, str]:
 
 def main() -> None:
     module, found = importlib.import_module(sys.argv[1]), {}
-    for name in [name for name in vars(module) if name.startswith("check_")]:
+    names = sys.argv[2:] or [name for name in vars(module) if name.startswith("check_")]
+    for name in names:
         start = time.monotonic()
         try:
             getattr(module, name)()
