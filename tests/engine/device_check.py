@@ -73,7 +73,8 @@ def main() -> None:
         plain = load_tiny(Path(scratch), "torch", attention_backend="TORCH_SDPA", **options)
         fused = load_tiny(Path(scratch), "triton", attention_backend="TRITON_ATTN", **options)
         assert (fused.attention.chosen, fused.rows_independent) == ("TRITON_ATTN", True)
-        for sampling in (GREEDY, SAMPLED):
+        # The interpreter takes its time, and draws are all that differs.
+        for sampling in (GREEDY, SAMPLED) if DEVICE == "cuda" else (SAMPLED,):
             expected = tokens(plain, sampling, [])
             assert tokens(fused, sampling, []) == expected
             assert tokens(fused, sampling, [7, 8]) == expected
