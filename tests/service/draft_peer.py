@@ -14,7 +14,15 @@ import grpc
 import numpy as np
 
 from draft_svc.host import DraftHost
-from draft_svc.methods.base import Draft, Method, MethodInfo, Request, RowBlock, RowNeeds
+from draft_svc.methods.base import (
+    REASON_ROWS_MISSING,
+    Draft,
+    Method,
+    MethodInfo,
+    Request,
+    RowBlock,
+    RowNeeds,
+)
 from draft_svc.methods.ngram import NgramMethod
 from draft_svc.protocol import Limits
 from engine.api import Sampling
@@ -91,8 +99,11 @@ class ToyMethod(Method[ToyContext]):
         self.batches.append(len(requests))
         drafts = []
         for request in requests:
-            last = request.context.rows[len(request.context.ids) - 2][0]
-            ids = tuple(range(last, last + request.k))
+            row = request.context.rows.get(len(request.context.ids) - 2)
+            if row is None:  # a session of one token has no rows, and needs none
+                drafts.append(Draft(reason=REASON_ROWS_MISSING))
+                continue
+            ids = tuple(range(row[0], row[0] + request.k))
             drafts.append(Draft(ids, (0.5,) * request.k))
         return drafts
 
