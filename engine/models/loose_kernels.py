@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.kernels.triton import plain, store
+from engine.kernels.triton import plain
 from engine.linear import DeviceLinear, Linear
-from engine.models.layers import HeadNorms, QkvShape, RopeTables, Rows
+from engine.models.layers import Kernels
 from engine.models.triton_kernels import TritonKernels
 
 
@@ -32,22 +32,8 @@ class LooseKernels(TritonKernels):
         assert delta is None
         return plain.norm_linear(residual, weight, eps, *_of(linear))
 
-    def norm_qkv_store(
-        self,
-        residual: Tensor,
-        delta: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        linear: Linear,
-        shape: QkvShape,
-        norms: HeadNorms | None,
-        rope: RopeTables,
-        rows: Rows,
-        cache: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        qkv = self.norm_linear(residual, delta, weight, eps, linear)
-        tables = rope.cos, rope.sin
-        return store.qkv_store(qkv, norms, eps, *tables, rows.positions, *cache, rows.slots)
+    # The products of torch are not fused with what follows: the two steps apart, as in the base.
+    norm_qkv_store = Kernels.norm_qkv_store
 
     def norm_gated(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gate_up: Linear

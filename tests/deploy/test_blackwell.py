@@ -55,6 +55,13 @@ def pairs(tmp_path: Path) -> dict[str, tuple[Path, Path]]:
     }
 
 
+def beside(device: str, model: Path, draft: Path, **more: Any) -> Asked:
+    """The draft in its target's process."""
+    return Asked(
+        device, role="draft", model=str(draft), targets=(str(model),), colocated=True, **more
+    )
+
+
 def settings() -> tuple[str | None, str]:
     """Attention backend and KV dtype that the file asks for; it leaves them open."""
     (target,) = (s for s in of_profile(load(), PROFILE).values() if s["command"][2] == "target_svc")
@@ -77,12 +84,10 @@ def test_both_roles_resolve_and_neither_binds_the_other(
     backend of its own, the pages have one size, and the target is as it would be alone."""
     model, draft = pairs[name]
     backend, kv_dtype = settings()
-    asked = Asked(
+    asked = beside(
         device,
-        role="draft",
-        model=str(draft),
-        targets=(str(model),),
-        colocated=True,
+        model,
+        draft,
         target_attention_backend=backend,
         target_kv_dtype=kv_dtype,
         engine=engine,
@@ -107,12 +112,10 @@ def test_our_own_engine_has_its_kernels_for_both(
 ) -> None:
     """One backend of ours for both roles, blocks in graphs; the KV dtype is each role's own."""
     model, draft = pairs["8B"]
-    asked = Asked(
+    asked = beside(
         device,
-        role="draft",
-        model=str(draft),
-        targets=(str(model),),
-        colocated=True,
+        model,
+        draft,
         target_kv_dtype=kv_dtype,
         engine="native",
     )
@@ -134,12 +137,10 @@ def test_a_draft_backend_that_cannot_is_refused_before_anything_starts(
 ) -> None:
     """AB-3: what is asked for and not possible is refused by name, with the device."""
     model, draft = pairs["8B"]
-    asked = Asked(
+    asked = beside(
         device,
-        role="draft",
-        model=str(draft),
-        targets=(str(model),),
-        colocated=True,
+        model,
+        draft,
         attention_backend="CPU_ATTN",
         engine=engine,
     )

@@ -44,8 +44,8 @@ from engine.models.draft_context import ContextRows
 from engine.models.draft_loading import DraftTarget, load_draft
 from engine.models.draft_options import DFlashOptions
 from tests.load import colocated_draft
-from tests.load.bench_gpu_engine import write_random
 from tests.load.colocated_draft import Pair
+from tests.load.random_pair import write_target
 
 FP32: dict[str, Any] = {"weight_dtype": torch.float32}
 CONTEXT = 512
@@ -288,7 +288,7 @@ def colocated(setup: Setup, folder: Path, options: argparse.Namespace, both: boo
     elif Path(target).is_dir():
         target = str(folder / "whole")
         if not Path(target).is_dir():
-            write_random(Path(target), "smollm2-135m")
+            write_target(Path(target), "smollm2-135m", "cuda")
     own = Pair(setup.name, setup.method, target, setup.draft, config, k)
     if both or options.check:
         asked = (2, 1, 60, ("sampled",)) if options.tiny else (5, 24, 1000)

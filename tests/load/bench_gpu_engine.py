@@ -18,46 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.loading import load_engine
 from engine.runner import NativeEngine
+from tests.load.random_pair import SHAPES, write_target
 
-SHAPES = {
-    "smollm2-135m": (
-        "llama",
-        {
-            "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
-            "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-            "tie_word_embeddings": True, "rope_theta": 100000.0,
-        },
-    ),
-    "qwen3-8b": (
-        "qwen3",
-        {
-            "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-            "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "head_dim": 128, "tie_word_embeddings": False, "rope_theta": 1000000.0,
-        },
-    ),
-}  # fmt: skip
 CONTEXT = 512
-
-
-def write_random(directory: Path, shape: str) -> None:
-    family, options = SHAPES[shape]
-    config = AutoConfig.for_model(family, max_position_embeddings=8192, **options)
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = AutoModelForCausalLM.from_config(config)
-        torch.set_default_dtype(torch.float32)
-    model.save_pretrained(directory, max_shard_size="8GB")
-    (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
-    del model
-    torch.cuda.empty_cache()
 
 
 def load(directory: Path, **options: object) -> NativeEngine:
@@ -156,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = options.model or Path(scratch)
         if options.model is None:
-            write_random(directory, options.shape)
+            write_target(directory, options.shape, "cuda")
         results: dict[str, object] = {} if options.skip_check else check(directory)
         for name, value in results.items():
             print(f"{name}: {value}")
