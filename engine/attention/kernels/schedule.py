@@ -30,13 +30,15 @@ FEW_ROWS = 8
 class Tiles:
     """Shapes of the kernels, fixed by head size and dtype, never by a batch: they are part of the
     result. `rows` folded rows (M) by `keys` (N, a unit); a chunk has `chunk` units, a multiple of
-    4. `warps` and `stages` are of `_attend`."""
+    4. `warps` and `stages` are of `_attend`, `programs` those that a multiprocessor is given: like
+    `stages` they change no bit."""
 
     rows: int
     keys: int
     chunk: int
     warps: int
     stages: int
+    programs: int = 8
 
 
 def tiles_for(group: int, head_dim: int, half: bool) -> Tiles:
