@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import DeviceAttention, LayerMode, Span
+from engine.attention.few_rows import equal_few_rows
 from engine.attention.kernels import paged, parts
 from engine.attention.kernels.schedule import FEW_ROWS, HEADER, Schedule, Tiles, tiles_for
 from engine.kv.cache import KVCache, PagedCache
@@ -202,7 +203,9 @@ class TritonAttention(TritonPaged):
         group = query_heads // shape.kv_heads
         tiles = tiles or tiles_for(group, padded(shape.head_dim), self._half)
         super().__init__(cache, query_heads, modes, tiles, processors)
-        self._few_rows = few_rows or tiles.rows
+        self._few_rows = few_rows or equal_few_rows(
+            type(self), shape, query_heads, self.dtype, tiles, cache.device
+        )
 
     def _rows(self, width: int) -> int:
         few = self._few_rows

@@ -138,6 +138,31 @@ def check_rows_stand_alone() -> None:
             assert torch.equal(units.run(single, layer, q[row : row + 1])[0], out[row])
 
 
+def check_tiles_of_few_rows() -> None:
+    """Steps of one token, over parts that `_finish` adds up, over chunks and over everything."""
+    heads, dim, page = 3, 32, 16
+    batch = [(40, 1), (0, 1), (50, 0), (263, 1)]
+    cache, spans = build(batch, 1, dim, page, torch.float32)
+    q = queries(spans, heads, dim, torch.float32)
+    tiles, pages = replace(SMALL, rows=32), 17
+    for processors, slots in ((100, 99), (1, 99), (1, 0)):
+        outs = []
+        for few_rows in (16, 32):
+            backend = TritonAttention(
+                cache, heads, MODES, torch.float32, tiles, processors, few_rows
+            )
+            backend._schedule = replace(backend._schedule, slots=slots)
+            words = np.zeros(backend.words(4, 4, pages), np.int32)
+            backend.fill(words, spans, 4, pages)
+            plan = backend.view(torch.from_numpy(words), 4, pages, 1)
+            assert plan.rows == few_rows
+            outs.append([backend.run(plan, layer, q) for layer in (0, 4)])
+        for layer, few, many in zip((0, 4), *outs, strict=True):
+            wanted = attention_ref(cache, layer, MODES[layer], spans, q)
+            assert error(few, wanted) < 1e-5, (processors, slots, layer)
+            assert error(few, many) < 1e-6, (processors, slots, layer)
+
+
 def check_words_are_refilled() -> None:
     """AB-10: the plan of a capture runs other batches, fewer of them and unused spans, as eagerly.
 

@@ -17,6 +17,7 @@ CHECKS = [
     "check_all_modes_match_fp64",
     "check_dtypes_and_head_sizes",
     "check_rows_stand_alone",
+    "check_tiles_of_few_rows",
     "check_words_are_refilled",
     "check_lse_over_shards",
     "check_strided_queries",
