@@ -69,7 +69,7 @@ def test_every_key_is_shared_out_once(seed: int) -> None:
 
     records = schedule.records(len(words), capacity, pages)
     at, (count, combined) = HEADER + capacity * pages, words[:2].tolist()
-    assert 0 <= count + combined <= records
+    assert 0 <= count + combined <= records and records
     items = words[at : at + count * RECORD].reshape(-1, RECORD).tolist()
     ended = words[len(words) - combined * RECORD :].reshape(-1, RECORD)[::-1].tolist()
     covered: dict[tuple[int, int], list[tuple[int, int, int]]] = {}

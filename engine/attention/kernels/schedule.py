@@ -73,7 +73,8 @@ class Schedule:
         units = -(-keys // self.tiles.keys)
         chunks = -(-units // self.tiles.chunk)
         parts = max(min(tiles * units, self.programs), min(tiles * chunks, self.slots))
-        return HEADER + spans * pages_per_span + RECORD * (2 * tiles + parts)
+        # Every program reads an item before it knows how many there are.
+        return HEADER + spans * pages_per_span + RECORD * max(2 * tiles + parts, 1)
 
     def records(self, words: int, spans: int, pages_per_span: int) -> int:
         """Records that fit behind the table."""
