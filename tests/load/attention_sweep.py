@@ -36,8 +36,8 @@ WHERE = (
     (1, 32768, 32), (8, 1024, 32), (8, 8192, 8), (8, 32768, 1), (8, 32768, 8),
 )  # fmt: skip
 # (keys, chunk, warps) by the width of a head
-NARROW = ((128, 8, 4), (128, 4, 4), (128, 8, 2), (64, 8, 2), (64, 16, 2), (64, 8, 1), (64, 16, 1))
-WIDE = ((64, 16, 4), (64, 8, 4), (64, 16, 2), (32, 16, 2), (32, 32, 2), (32, 16, 1), (64, 16, 8))
+NARROW = ((128, 8, 4), (128, 4, 4), (64, 16, 2), (64, 8, 1))
+WIDE = ((64, 16, 4), (64, 8, 4), (64, 16, 2), (32, 32, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,7 @@ def variants(shape: Shape) -> list[Variant]:
     now = tiles_for(shape.heads // shape.kv_heads, shape.dim, True)
     found = [Variant(now, now.rows)]
     for keys, chunk, warps in NARROW if shape.dim <= 64 else WIDE:
-        free = [(stages, programs) for stages in (5, 7) for programs in (4, 8)]
-        free += [(3, 8)] if warps >= 4 else [(5, 16)]
+        free = [(5, 8), (5, 4), (3, 8) if warps >= 4 else (5, 16)]
         found += [Variant(Tiles(32, keys, chunk, warps, *pair), 16) for pair in free]
     return found
 

@@ -20,6 +20,7 @@ from engine.attention.kernels.parts import _finish, _keep_part
 from engine.attention.kernels.parts import _keys as _keys
 from engine.attention.kernels.parts import _merge as _merge
 from engine.attention.kernels.parts import _store as _store
+from engine.kernels.triton.dependent import wait
 
 
 @triton.jit
@@ -71,6 +72,7 @@ def _attend(
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
     WINDOWED: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, FINISH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads, programs): each program takes items program, program + programs, ...
 
@@ -82,6 +84,7 @@ def _attend(
     16 bits of the queries; IEEE: products are those of fp32, never of fewer bits. FINISH > 0: no
     span has more folded rows than that, and `_finish` adds up instead of `_combine`.
     """
+    wait(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
     f = tl.arange(0, M)
