@@ -35,7 +35,7 @@ def equal_few_rows(
 ) -> int:
     """FEW where its bits are those of `tiles.rows`, which is the answer otherwise. Tried once for
     each kernel, with spans of one token over one unit, several units and several chunks."""
-    if device.type != "cuda" or tiles.rows <= FEW:
+    if tiles.rows <= FEW:
         return tiles.rows
     page, chunk = geometry.page_tokens, tiles.keys * tiles.chunk
     contexts = [5, tiles.keys + 1, chunk - 3, 2 * chunk + tiles.keys + 7]
@@ -44,8 +44,7 @@ def equal_few_rows(
     cache = KVCache(one, pool.page_count, device)
     generator = torch.Generator(device).manual_seed(0)
     for tensor in (*cache.k, *cache.v):
-        values = torch.randn(tensor.shape, generator=generator, device=device)
-        tensor.copy_(values)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, device=device))
     shape = len(contexts), query_heads, geometry.head_dim
     q = torch.randn(shape, generator=generator, device=device).to(dtype)
     spans = [

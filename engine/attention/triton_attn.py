@@ -204,9 +204,11 @@ class TritonAttention(TritonPaged):
         group = query_heads // shape.kv_heads
         tiles = tiles or tiles_for(group, padded(shape.head_dim), self._half)
         super().__init__(cache, query_heads, modes, tiles, processors)
-        self._few_rows = few_rows or equal_few_rows(
-            type(self), shape, query_heads, self.dtype, tiles, cache.device
-        )
+        self._few_rows = few_rows or tiles.rows
+        if not few_rows and cache.device.type == "cuda":
+            self._few_rows = equal_few_rows(
+                type(self), shape, query_heads, self.dtype, tiles, cache.device
+            )
 
     def _rows(self, width: int) -> int:
         few = self._few_rows

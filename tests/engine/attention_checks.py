@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import LayerMode, Span
+from engine.attention.few_rows import FEW, equal_few_rows
 from engine.attention.kernels.schedule import Tiles
 from engine.attention.lse import combine
 from engine.attention.mask import attention_ref, gather, key_range
-from engine.attention.triton_attn import TritonAttention
+from engine.attention.triton_attn import TritonAttention, TritonPlan
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool
 
@@ -161,6 +162,30 @@ def check_tiles_of_few_rows() -> None:
             wanted = attention_ref(cache, layer, MODES[layer], spans, q)
             assert error(few, wanted) < 1e-5, (processors, slots, layer)
             assert error(few, many) < 1e-6, (processors, slots, layer)
+
+
+class Rounded(TritonAttention):
+    """Other bits from tiles of few rows."""
+
+    def run(self, plan: TritonPlan, layer: int, q: Tensor) -> Tensor:
+        out = super().run(plan, layer, q)
+        return out if plan.rows > FEW else out * (1 + 1e-6)
+
+
+class Equal(TritonAttention):
+    """The same bits whatever the rows."""
+
+    def run(self, plan: TritonPlan, layer: int, q: Tensor) -> Tensor:
+        return q
+
+
+def check_few_rows_are_tried() -> None:
+    """They are used where their bits are the same, and nowhere else."""
+    geometry, tiles = KVGeometry(2, 1, 32, 16, torch.float32), replace(SMALL, rows=32)
+    cpu = torch.device("cpu")
+    assert equal_few_rows(Equal, geometry, 3, torch.float32, tiles, cpu) == FEW
+    assert equal_few_rows(Rounded, geometry, 3, torch.float32, tiles, cpu) == 32
+    assert equal_few_rows(Rounded, geometry, 3, torch.float32, SMALL, cpu) == SMALL.rows
 
 
 def check_words_are_refilled() -> None:

@@ -18,6 +18,7 @@ CHECKS = [
     "check_dtypes_and_head_sizes",
     "check_rows_stand_alone",
     "check_tiles_of_few_rows",
+    "check_few_rows_are_tried",
     "check_words_are_refilled",
     "check_lse_over_shards",
     "check_strided_queries",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from engine.attention.few_rows import FEW
 from engine.attention.kernels.schedule import Tiles, tiles_for
 from tests.load.attention_times import (
     SHAPES,
@@ -56,12 +57,12 @@ class Variant:
 
 
 def variants(shape: Shape) -> list[Variant]:
-    """What is chosen now comes first, with tiles of as many rows for one token as for eight."""
-    now = tiles_for(shape.heads // shape.kv_heads, shape.dim, True)
-    found = [Variant(now, now.rows)]
+    """First what is chosen but for tiles of few rows, then others with them."""
+    chosen = tiles_for(shape.heads // shape.kv_heads, shape.dim, True)
+    found = [Variant(chosen, chosen.rows)]
     for keys, chunk, warps in NARROW if shape.dim <= 64 else WIDE:
         free = [(5, 8), (5, 4), (3, 8) if warps >= 4 else (5, 16)]
-        found += [Variant(Tiles(32, keys, chunk, warps, *pair), 16) for pair in free]
+        found += [Variant(Tiles(32, keys, chunk, warps, *pair), FEW) for pair in free]
     return found
 
 
@@ -109,13 +110,10 @@ def _at(point: Point, page: int, flashinfer: bool) -> tuple[dict[Variant, float]
         end="",
     )
     print(f" {floor:.1f} us at 4.3 TB/s;", ", ".join(f"{n} {us:.1f}" for n, us in peers.items()))
-    first = next(iter(ours))
     ranked = sorted(ours, key=lambda variant: ours[variant], reverse=True)
-    for variant in [first, *ranked[-6:]]:
-        mark = " (now)" if variant == first else ""
-        print(
-            f"  {ours[variant]:7.1f} us {ours[variant] / best:.2f} x  {variant}{mark}", flush=True
-        )
+    for variant in [*list(ours)[:1], *ranked[-6:]]:
+        us = ours[variant]
+        print(f"  {us:7.1f} us {us / best:.2f} x  {variant}", flush=True)
     return ours, best
 
 

@@ -7,7 +7,8 @@ in the same way wherever it runs. So a launch may give a program one unit, one c
 depend on that, nor on the rows beside it. A unit that a row does not see changes nothing.
 
 Query heads of one KV head are folded into rows, row-major: folded row f is head f % GROUP of row
-f // GROUP. A tile has M folded rows whatever their number is.
+f // GROUP. A tile has M folded rows whatever their number is; fewer than others have only where
+that was found to change no bit (`few_rows.py`).
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
