@@ -11,8 +11,9 @@ import pytest
 from engine.kernels.cpu import ops
 from engine.kernels.triton import unavailable_reason
 from tests.load.grid_models import write_dense_pair, write_latent_pair
-from tests.load.grid_run import Grid, Row, run_grid
-from tests.load.pairing_grid import id_prompts, pinned
+from tests.load.grid_parts import id_prompts, pinned
+from tests.load.grid_rows import Grid, Row
+from tests.load.grid_run import run_grid
 
 K, TOKENS, PROMPTS = 3, 5, 2
 NATIVE = ("CPU_ATTN",) if ops.available() else ()
