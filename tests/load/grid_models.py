@@ -71,10 +71,15 @@ def write_draft(
 
 
 def write_latent_dspark(
-    folder: Path, target: dict[str, Any], tables: tuple[Tensor, Tensor], taps: Sequence[int]
+    folder: Path,
+    target: dict[str, Any],
+    tables: tuple[Tensor, Tensor],
+    taps: Sequence[int],
+    rank: int | None = None,
 ) -> None:
     """With the target's latent attention. Its Markov head has what the target's embedding and head
-    make of the token before, and its body is quiet: a target with a loud embedding accepts some.
+    (`tables`) make of the token before, and its body is quiet: a target with a loud embedding
+    accepts some. `rank`: of the Markov head, the hidden size unless given.
     """
     hidden, heads, latent = (
         target[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank")
@@ -90,8 +95,10 @@ def write_latent_dspark(
     state = _body(target, shapes, norms, len(taps))
     state["norm.weight"] *= _QUIET
     embedding, head = tables
-    state["markov_head.markov_w1.weight"] = embedding / embedding.square().mean(-1, True).sqrt()
-    state["markov_head.markov_w2.weight"] = head
+    rank = rank or hidden
+    known = embedding / embedding.square().mean(-1, True).sqrt()
+    state["markov_head.markov_w1.weight"] = known[:, :rank].contiguous()
+    state["markov_head.markov_w2.weight"] = head[:, :rank].contiguous()
     kept = (
         "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
         "qk_rope_head_dim", "v_head_dim",
@@ -99,7 +106,7 @@ def write_latent_dspark(
     config = {key: target[key] for key in kept} | {
         "architectures": ["Qwen3DSparkModel"], "model_type": "deepseek_v3",
         "rope_interleave": True, "mask_token_id": 3, "target_layer_ids": list(taps),
-        "markov_rank": hidden, "markov_head_type": "vanilla", "enable_confidence_head": False,
+        "markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": False,
         "sample_from_anchor": True, "tie_word_embeddings": False,
     }  # fmt: skip
     _save(folder, state, _sizes(target) | config)

@@ -76,14 +76,21 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Lists where the flags have commas."""
     options = parser().parse_args(argv)
     options.targets, options.drafts = (
         (named or options.backends).split(",") for named in (options.targets, options.drafts)
     )
-    parts = options.parts = options.parts.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
+    options.parts = options.parts.split(",")
+    if unknown := [part for part in options.parts if part not in PARTS]:
         parser().error(f"--parts {unknown[0]!r} is none of {', '.join(PARTS)}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parsed(argv)
+    parts = options.parts
     rows: list[Row] = []
     if "dense" in parts:
         rows += shown("backends of target and draft, our pair", dense(options))
