@@ -61,17 +61,30 @@ def assert_speculated(found: Sequence[Generation]) -> None:
     assert accepted > 0, [dict(generation.acceptance.fallbacks) for generation in found]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(
-    ("method", "k"),
-    [
-        ("ngram", 7),
-        ("dflash", 1),
-        ("dflash", 3),
-        ("dspark", 7),
-        # As a request gets it that says nothing: K is chosen for each round.
-        ("hybrid", None),
+# Method, K and temperature; K None is what a request gets that says nothing: chosen for each round.
+# Every method and temperature, both ways of choosing K; below, a draft dies at dflash and 3.
+QUICK = (
+    ("ngram", 7, 0.8),
+    ("dflash", 1, 0.0),
+    ("dspark", 7, 0.0),
+    ("hybrid", None, 0.8),
+    ("dspark", None, 0.8),
+)
+GRID = tuple(
+    (*drafter, temperature)
+    for drafter in (
+        ("ngram", 7), ("dflash", 1), ("dflash", 3), ("dspark", 7), ("hybrid", None),
         ("dspark", None),
+    )
+    for temperature in (0.0, 0.8)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "temperature"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in QUICK),
     ],
 )
 async def test_the_drafter_never_changes_a_token(
@@ -132,7 +145,7 @@ async def draft_is(deployment: LocalDeployment, ready: bool) -> None:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 async def test_a_killed_draft_costs_speed_only(
     deployment: LocalDeployment, prompts: list[Prompt], known: References, temperature: float
 ) -> None:
