@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
@@ -70,6 +71,10 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
 
     async def _answers(self, lives: dict[int, Session], context: Any) -> None:
         """All choices at once. The first that fails ends the others, and the call."""
+        if len(lives) == 1:
+            (live,) = lives.values()
+            await self._answer(live, context)
+            return
         writing = asyncio.Lock()  # a call takes one message at a time
 
         async def answer(choice: int, live: Session) -> None:
@@ -81,9 +86,6 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             async with writing:
                 await context.write(generate_pb2.GenerateResponse(finished=finished, choice=choice))
 
-        if len(lives) == 1:
-            await answer(0, *lives.values())
-            return
         # Not a TaskGroup: before Python 3.13 one that fails leaves its caller marked as cancelled.
         tasks = [asyncio.create_task(answer(*pair)) for pair in enumerate(lives.values())]
         try:
@@ -92,6 +94,16 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+    async def _answer(self, live: Session, context: Any) -> None:
+        """The only choice: nobody else writes."""
+        write, response = context.write, generate_pb2.GenerateResponse
+
+        def deliver(delta: generate_pb2.Delta) -> Awaitable[None]:
+            written: Awaitable[None] = write(response(delta=delta))
+            return written
+
+        await write(response(finished=await self._run(live, deliver)))
 
     async def _run(self, live: Session, deliver: Deliver) -> generate_pb2.Finished:
         outcome = "cancelled"
