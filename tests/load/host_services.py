@@ -7,7 +7,7 @@ counted (cProfile); --profile-engine FILE: those of the engine's thread.
 
 from __future__ import annotations
 
-from specwire.environment import prepare
+from specwire.environment import loaded, prepare
 
 prepare()  # before torch and grpc load
 
@@ -141,6 +141,7 @@ async def serve(o: Options, stop: asyncio.Event) -> None:
                 loop_profile.enable()
 
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), tell)
+        loaded()
         print("up", flush=True)
         await stop.wait()
         if loop_profile is not None:
