@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -34,3 +35,4 @@ def loaded() -> None:
     round."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries would tell of leaks at the end

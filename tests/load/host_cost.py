@@ -144,6 +144,7 @@ def _figures(before: Spent, after: Spent, seconds: float) -> dict[str, float]:
         for thread in ("engine", "loop", "others"):
             found[f"{name} {thread}"] = grown(name, thread) / 1e3 / items
     found["target engine's step"] = grown("target", "step_ns") / 1e3 / items
+    found["wall between two steps"] = grown("target", "gap_ns") / 1e3 / items
     found["target in all"] = sum(found[f"target {t}"] for t in ("engine", "loop", "others"))
     return found
 

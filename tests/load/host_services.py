@@ -87,7 +87,8 @@ async def target(o: Options, profiled: Callable[[Any], None]) -> AsyncIterator[C
     await app.start()
     await app._thread.call(profiled, None)
     try:
-        yield lambda: {"steps": engine.steps, "items": engine.items, "step_ns": engine.step_ns}
+        names = ("steps", "items", "step_ns", "gap_ns")
+        yield lambda: {name: getattr(engine, name) for name in names}
     finally:
         await app.stop()
 
