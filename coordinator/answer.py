@@ -48,19 +48,23 @@ class Answer:
             self._cached_tokens = verdict.cached_tokens
             self._prompt_logprobs = self._spelled(verdict.prompt_logprobs)
         stopped = verdict.finish == _STOPPED and not self._spec.include_stop
-        piece = self._text.push(
-            verdict.tokens, verdict.accepted, last=done, silent=int(stopped and done)
-        )
-        self.tokens += piece.tokens
+        tokens, accepted = list(verdict.tokens), verdict.accepted
+        piece = self._text.push(tokens, accepted, last=done, silent=int(stopped and done))
+        count = piece.tokens
+        self.tokens += count
         self.stop = piece.stop
-        return generate_pb2.Delta(
-            text=piece.text,
-            token_ids=verdict.tokens[: piece.tokens] if self._spec.return_ids else (),
-            accepted_count=min(verdict.accepted, piece.tokens),
-            margins=verdict.margins[: piece.tokens],
-            accepted_chars=piece.accepted_chars,
-            logprobs=self._spelled(verdict.logprobs[: piece.tokens]),
-        )
+        # Only what there is: most verdicts have neither margins nor log probabilities.
+        delta = generate_pb2.Delta(text=piece.text)
+        if self._spec.return_ids:
+            delta.token_ids.extend(tokens[:count])
+        if accepted:
+            delta.accepted_count = min(accepted, count)
+            delta.accepted_chars = piece.accepted_chars
+        if margins := verdict.margins:
+            delta.margins.extend(margins[:count])
+        if logprobs := verdict.logprobs:
+            delta.logprobs.extend(self._spelled(logprobs[:count]))
+        return delta
 
     def _spelled(
         self, scored: Iterable[common_pb2.TokenLogprobs]

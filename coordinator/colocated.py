@@ -57,7 +57,8 @@ class Colocated(Drafting):
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
         self._proposal = []
         asked = self._asked if most is not None else 0
-        found = verdict.HasField("proposal") and self._answers(verdict, asked)
+        proposal = verdict.proposal if verdict.HasField("proposal") else None
+        found = proposal is not None and self._answers(verdict, proposal, asked)
         if most is None:
             return False
         runs_ahead = self._ahead > 0
@@ -69,18 +70,19 @@ class Colocated(Drafting):
         room = min(asked, most)
         if room > 0:
             self._round_k, self._proposed, self._source = room, False, ""
-            if found:
-                self._read(verdict.proposal, asked, room, len(ids), runs_ahead)
-            elif runs_ahead and not verdict.HasField("proposal"):
+            if proposal is not None and found:
+                self._read(proposal, asked, room, len(ids), runs_ahead)
+            elif runs_ahead and proposal is None:
                 # The target does not know of runs ahead: no fault of the drafter's.
                 self._record.fell_back("no_proposal")
             else:
                 self._failed("no_proposal")
         return False
 
-    def _answers(self, verdict: target_pb2.Verdict, asked: int) -> bool:
+    def _answers(
+        self, verdict: target_pb2.Verdict, proposal: common_pb2.Proposal, asked: int
+    ) -> bool:
         """Whether a proposal continues this verdict; another one is dropped and counted."""
-        proposal = verdict.proposal
         if proposal.key != verdict.key:
             cause = "session"
         elif proposal.step_id != verdict.step_id or not asked:

@@ -110,8 +110,10 @@ class Costs:
         cell = self._cell(sessions, context)
         before = cell.seen.get(tokens, seconds)
         times = cell.times[tokens] = cell.times.get(tokens, 0) + 1
-        weight = max(_WEIGHT, 1.0 / times)
-        cell.seen[tokens] = before + weight * (min(seconds, _JUMP * before) - before)
+        weight = _WEIGHT if times * _WEIGHT >= 1.0 else 1.0 / times
+        if seconds > _JUMP * before:
+            seconds = _JUMP * before
+        cell.seen[tokens] = before + weight * (seconds - before)
         cell.news += 1
         # Many sessions tell of the same step: a mean that is settled need not be read each time.
         if times < _SETTLED or cell.news >= _SETTLED:

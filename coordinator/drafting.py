@@ -84,10 +84,12 @@ class Drafting(ABC):
 
     def _usable(self, proposed: Sequence[int], k: int) -> list[int]:
         """At most k ids, up to the first that the target's vocabulary does not have."""
-        info = self._at.target.info
-        vocab = info.model.vocab_size if info is not None else 0
+        vocab = self._at.target.vocab_size
+        given = proposed[:k]
+        if given and max(given) < vocab and len(given) == len(proposed):
+            return list(given)
         ids: list[int] = []
-        for token in proposed[:k]:
+        for token in given:
             if token >= vocab:
                 self._at.dropped("vocab_range")
                 break

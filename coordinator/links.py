@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
@@ -50,6 +51,8 @@ class Link(Generic[ItemT]):
         self.dropped: Counter[str] = Counter()
         # What the worker last said of its load; None before the first frame that says it.
         self.load: Any = None
+        # Sessions it has, by that: read for every verdict.
+        self.load_sessions = 0
         self._coordinator = coordinator
         self._greet, self._open_stream, self._frame = greet, open_stream, frame
         self._heartbeat = heartbeat
@@ -128,7 +131,7 @@ class Link(Generic[ItemT]):
 
     async def _stream(self) -> None:
         self._call = call = self._open_stream()
-        self.load = None
+        self.load, self.load_sessions = None, 0
         self._outbox = Outbox()
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
         self.state, self.reason = "ready", ""
@@ -175,7 +178,8 @@ class Link(Generic[ItemT]):
             self.dropped["incarnation"] += max(1, len(frame.replies))
             return
         if frame.HasField("load"):
-            self.load = frame.load
+            self.load, self.load_sessions = frame.load, int(frame.load.sessions)
+        mailboxes, own, arrived_ns = self._mailboxes, self._coordinator, time.perf_counter_ns()
         for reply in frame.replies:
             kind = reply.WhichOneof("reply")
             if kind == "heartbeat_ack":
@@ -183,15 +187,13 @@ class Link(Generic[ItemT]):
             elif kind is None:
                 self.dropped["malformed"] += 1
             elif kind != "closed":
-                self._route(getattr(reply, kind))
-
-    def _route(self, message: Any) -> None:
-        key = message.key
-        mailbox = self._mailboxes.get((key.session_id, key.generation))
-        if mailbox is None or key.coordinator != self._coordinator:
-            self.dropped["session"] += 1
-        else:
-            mailbox.put(message)
+                message = getattr(reply, kind)
+                key = message.key
+                mailbox = mailboxes.get((key.session_id, key.generation))
+                if mailbox is None or key.coordinator != own:
+                    self.dropped["session"] += 1
+                else:
+                    mailbox.put(message, arrived_ns)
 
     def _forgotten(self, ack: target_pb2.HeartbeatAck) -> None:
         for key in ack.unknown:

@@ -22,9 +22,12 @@ class Mailbox:
         self._error: SpecwireError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, message: Any) -> None:
-        self._queue.append((time.perf_counter_ns(), message))
-        self._wake()
+    def put(self, message: Any, arrived_ns: int = 0) -> None:
+        """`arrived_ns` of `time.perf_counter_ns`; 0: now."""
+        self._queue.append((arrived_ns or time.perf_counter_ns(), message))
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def fail(self, error: SpecwireError) -> None:
         self._error = self._error or error

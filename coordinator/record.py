@@ -66,13 +66,14 @@ class Record:
         self.by_source[countable(source, self.by_source)] += accepted
 
     def spent(self, phase: str, nanoseconds: int) -> None:
-        self.phase_ns[phase] += max(0, nanoseconds)
+        if nanoseconds > 0:
+            self.phase_ns[phase] += nanoseconds
 
     def step(self, drafted: int, accepted: int, outside_ns: int) -> None:
         """`outside_ns`: what the step took beyond the computing of target and draft."""
         self.drafted.append(drafted)
         self.accepted.append(accepted)
-        self.outside_us.append(min(max(0, outside_ns) // 1000, 2**32 - 1))
+        self.outside_us.append(min(outside_ns // 1000, 2**32 - 1) if outside_ns > 0 else 0)
 
     def to_wire(self, completion_tokens: int) -> generate_pb2.AcceptanceRecord:
         rounds = len(self.drafted)

@@ -213,12 +213,11 @@ class Session:
     def _most(self, length: int) -> int:
         """Draft tokens that a step at this length can use; one of those still allowed is the
         target's own."""
-        info = self.target.info
-        if info is None:
+        spec, target = self.spec, self._place.target
+        if target.info is None:
             return 0
-        remaining = self.spec.answer.max_tokens - (length - len(self.spec.prompt))
-        room = info.model.max_length_tokens - length
-        return min(remaining - 1, room, info.max_draft_tokens)
+        remaining = spec.answer.max_tokens - (length - len(spec.prompt))
+        return min(remaining - 1, target.max_length - length, target.most_draft_tokens)
 
     async def _next(self) -> None:
         """Sends the next step; without a drafter, tries to get one again first."""

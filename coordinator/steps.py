@@ -84,7 +84,7 @@ class Steps:
     async def reply(self) -> tuple[int, Any]:
         """The next message of the target with its arrival. Raises what the link failed with, and
         DEADLINE."""
-        got = await self._mail.get(self._deadline)
+        got = self._mail.take() or await self._mail.get(self._deadline)
         if got is None:
             raise SpecwireError(Reason.DEADLINE, "the deadline has passed")
         return got
@@ -96,11 +96,12 @@ class Steps:
 
     def fits(self, verdict: target_pb2.Verdict, base_len: int) -> bool:
         """Whether a verdict answers the awaited step, with lengths that can be."""
+        count = len(verdict.tokens)
         return (
             verdict.step_id == self.step
             and verdict.base_len == base_len
-            and verdict.new_len == base_len + len(verdict.tokens)
-            and verdict.accepted <= min(self._sent, len(verdict.tokens))
+            and verdict.new_len == base_len + count
+            and verdict.accepted <= min(self._sent, count)
         )
 
     def account(
@@ -109,29 +110,32 @@ class Steps:
         """Where the time since the previous verdict went: `waited_ns` of it for a separate draft,
         which computed for `drafted_ns`; what a co-located one did stands in the verdict. Free runs
         overlap with the rest."""
-        record, worked = self._record, worked_ns(verdict.timings)
+        record, timings, sent_ns = self._record, verdict.timings, self._sent_ns
+        worked, computed, once_ns = worked_ns(timings), timings.compute_ns, timings.once_ns
+        inside = 0
+        if verdict.HasField("proposal"):
+            of_draft = verdict.proposal.timings
+            inside, once_ns = worked_ns(of_draft), once_ns + of_draft.once_ns
+            drafted_ns += of_draft.compute_ns
         # What is not spent again, such as the capture of a graph, is no cost of a round.
-        once_ns = verdict.timings.once_ns + verdict.proposal.timings.once_ns
-        took_ns = max(0, arrived_ns - (self._sent_ns or self._verdict_ns) - once_ns)
-        # A drafter is not believed to have worked for longer than that.
-        inside = min(worked_ns(verdict.proposal.timings), took_ns)
-        record.spent("draft", inside)
-        if self._sent_ns:
+        took_ns = max(0, arrived_ns - (sent_ns or self._verdict_ns) - once_ns)
+        if inside:
+            # A drafter is not believed to have worked for longer than that.
+            inside = min(inside, took_ns)
+            record.spent("draft", inside)
+        if sent_ns:
             record.spent("link", took_ns - worked - inside)
         if verdict.step_id == 0:
             record.spent("prefill", worked)
             record.first_ns = record.first_ns or arrived_ns
         else:
             assert self._target is not None
-            computed = verdict.timings.compute_ns + verdict.proposal.timings.compute_ns
-            computed += drafted_ns + once_ns
-            record.step(self._sent, verdict.accepted, arrived_ns - self._verdict_ns - computed)
+            beside = arrived_ns - self._verdict_ns - computed - drafted_ns - once_ns
+            record.step(self._sent, verdict.accepted, beside)
             record.spent("verify", worked)
-            round_ns = took_ns - inside
-            if not self._sent_ns:
-                # Verdicts of a run ahead may arrive together: none took less than its computing.
-                round_ns = max(round_ns, verdict.timings.compute_ns)
+            # Verdicts of a run ahead may arrive together: none took less than its computing.
+            round_ns = took_ns - inside if sent_ns else max(took_ns - inside, computed)
             self._target.note_round(self._sent, verdict.base_len, round_ns / 1e9)
-            if self._sent_ns:
-                record.spent("coordinator", self._sent_ns - self._verdict_ns - waited_ns)
+            if sent_ns:
+                record.spent("coordinator", sent_ns - self._verdict_ns - waited_ns)
         self._verdict_ns = arrived_ns

@@ -47,7 +47,8 @@ class TextModel:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """Special tokens have no text."""
+        text: str = self._tokenizer.decode(ids)
         return text
 
     def token_text(self, token: int) -> str:
@@ -124,6 +125,20 @@ class Detokenizer:
             return self._take(text)
         del self._ids[len(self._ids) - len(tokens) :]
         return "".join(map(self.push, tokens))
+
+    def extend_both(self, first: Sequence[int], second: Sequence[int]) -> tuple[str, str]:
+        """The text of each, as two calls of `extend` have it."""
+        if not first or not second:
+            return self.extend(first) if first else "", self.extend(second) if second else ""
+        before = [*self._ids[self._prefix :], *first]
+        text, whole = self._model.decode(before), self._model.decode([*before, *second])
+        if REPLACEMENT in (text[-1:], whole[-1:]) or not whole.startswith(text):
+            return self.extend(first), self.extend(second)
+        self._ids += first
+        self._ids += second
+        shown = len(self._shown)
+        self._take(whole)
+        return text[shown:], whole[len(text) :]
 
     def flush(self) -> str:
         """What is left at the end, unfinished characters included."""
@@ -222,9 +237,8 @@ class TextStream:
         accepted_chars = 0
         if not self._stops:
             spoken = tokens[: len(tokens) - silent]
-            text = self._detokenizer.extend(spoken[:accepted])
-            accepted_chars = len(text)
-            text += self._detokenizer.extend(spoken[accepted:])
+            right, own = self._detokenizer.extend_both(spoken[:accepted], spoken[accepted:])
+            accepted_chars, text = len(right), right + own
             text += self._detokenizer.flush() if last else ""
             return Piece(text, accepted_chars, len(tokens), "")
         for count, token in enumerate(tokens, start=1):

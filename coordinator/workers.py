@@ -70,8 +70,8 @@ class Worker(ABC, Generic[ItemT]):
     @property
     def busy(self) -> int:
         """Sessions it has, those of other coordinators included."""
-        load = self.link.load
-        return max(self.link.sessions, load.sessions if load is not None else 0)
+        link = self.link
+        return max(link.sessions, link.load_sessions)
 
     @property
     def waiting(self) -> int:
@@ -101,6 +101,8 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         # Drafters in the target's own process.
         self.colocated: Drafters | None = None
         self.info: target_pb2.TargetServiceGetInfoResponse | None = None
+        # Of it, what every round asks for; 0 before the first greeting.
+        self.most_draft_tokens = self.max_length = self.vocab_size = 0
         self.text: TextModel | None = None
         # Running mean of a session's verify exchange at the present load; None before the first.
         self.round_s: float | None = None
@@ -121,6 +123,9 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             document = await self._cache.document(self._stub, info.model.tokenizer_hash)
             self.text = TextModel(document)
         self.info, self.draining = info, False
+        self.most_draft_tokens = int(info.max_draft_tokens)
+        self.max_length = int(info.model.max_length_tokens)
+        self.vocab_size = int(info.model.vocab_size)
         self.costs, self._yields = Costs(from_wire(info.costs, anchor=1)), {}
         self.colocated = await self._drafters_inside(info.worker.incarnation)
         return int(info.worker.incarnation)
@@ -161,7 +166,8 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
 
     @property
     def busy(self) -> int:
-        return max(super().busy, self.placed)
+        link = self.link
+        return max(link.sessions, link.load_sessions, self.placed)
 
     @property
     def free_tokens(self) -> int | None:
@@ -173,9 +179,8 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
 
     def note_round(self, tokens: int, context: int, seconds: float) -> None:
         """A step of a session with `tokens` draft tokens took so long, the link's way included."""
-        if self.round_s is None:
-            self.round_s = seconds
-        self.round_s += _WEIGHT * (seconds - self.round_s)
+        mean = seconds if self.round_s is None else self.round_s
+        self.round_s = mean + _WEIGHT * (seconds - mean)
         self.costs.note(tokens, self.busy, context, seconds)
 
     def yields(self, method: str, placement: str) -> Yields:
@@ -185,8 +190,10 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
     def note_tokens(self, now: float, tokens: int, asked: Yields | None, drafts: bool) -> None:
         """A verdict at `now` (seconds of `time.perf_counter`) brought `tokens` to a session, which
         was allowed or forbidden to draft where it `asked`."""
-        for each in self._yields.values():
-            each.note(now, tokens, self.busy, drafts if each is asked else None)
+        if self._yields:
+            busy = self.busy
+            for each in self._yields.values():
+                each.note(now, tokens, busy, drafts if each is asked else None)
 
 
 class DraftWorker(Worker[draft_pb2.DraftItem]):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -54,6 +54,22 @@ class Sampling:
     # `stop_ids` cannot be drawn before the output has this many tokens.
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    # Whether any of the above may change logits: asked in every step, so it is found once.
+    alters: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        alters = bool(
+            self.logit_bias or self.bad_sequences or self.min_tokens > 0 or self.penalises
+        )
+        object.__setattr__(self, "alters", alters)
+
+    @property
+    def penalises(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +102,12 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+# One for all: most items of tests and measurements name none.
+_DEFAULT_SAMPLING = Sampling()
+
+
+# What a step makes for each session is a tuple: a frozen dataclass takes three times as long.
+class Item(NamedTuple):
     """One session's share of a step. All fields are set by the caller.
 
     ids      tokens to run, at positions [start, start + len(ids))
@@ -109,7 +129,7 @@ class Item:
     ids: Sequence[int]
     start: int
     draws: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = _DEFAULT_SAMPLING
     taps: tuple[int, ...] = ()
     exact: bool = True
     margins: bool = False
@@ -120,8 +140,7 @@ class Item:
     drafted: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class ItemResult:
+class ItemResult(NamedTuple):
     """What one item gave. The engine has truncated the table to the valid length.
 
     tokens   the accepted draft tokens and one of the target's own: accepted + 1 ids (empty when
@@ -146,6 +165,10 @@ class ItemResult:
     @property
     def rows(self) -> torch.Tensor | None:
         return None if self.late_rows is None else self.late_rows()
+
+
+def nothing() -> None:
+    """For whoever need not be told."""
 
 
 class Engine(Protocol):
@@ -177,9 +200,12 @@ class Engine(Protocol):
         edge of an absolute grid)."""
         ...
 
-    def step(self, items: Sequence[Item]) -> list[ItemResult]:
+    def step(
+        self, items: Sequence[Item], launched: Callable[[], None] = nothing
+    ) -> list[ItemResult]:
         """Runs all items, one result each, in order. Raises only for bugs: the caller validates
-        ids and lengths."""
+        ids and lengths. `launched` is called when the host has done its part for now, and other
+        threads can have the interpreter: at least once where the device is waited for."""
         ...
 
     @property
@@ -195,8 +221,7 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A session whose verdict is decided and that wants `k >= 1` tokens behind `anchor`, its last
     committed token. `table` holds the context: the anchor stands at position `table.length`."""
 
@@ -206,8 +231,7 @@ class Ask:
     sampling: Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class Proposed:
+class Proposed(NamedTuple):
     """At most `k` ids, the draft's own probabilities for them (or none), and why not more."""
 
     ids: tuple[int, ...] = ()

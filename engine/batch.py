@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.api import Item
 from engine.attention.base import Span
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """Where an item's rows stand in the packed batch; the padding lies around them."""
 
     item: Item
@@ -32,9 +32,13 @@ class Packed:
 
 def slots_of(pages: Sequence[int], page_tokens: int, start: int, count: int) -> list[int]:
     """Flat cache slots of positions [start, start + count)."""
-    return [
-        pages[p // page_tokens] * page_tokens + p % page_tokens for p in range(start, start + count)
-    ]
+    page, offset = divmod(start, page_tokens)
+    slots: list[int] = []
+    while count > 0:  # a page at a time
+        first, here = pages[page] * page_tokens + offset, min(count, page_tokens - offset)
+        slots += range(first, first + here)
+        page, offset, count = page + 1, 0, count - here
+    return slots
 
 
 def pack(items: Sequence[Item], page_tokens: int, minimum: int, scratch_slot: int) -> Packed:

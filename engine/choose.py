@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ from engine.sampling import Draw, accept
 Drawer = Callable[[Tensor, Sequence[Draw], bool], tuple[list[int], list[float]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """Of one item: the accepted draft tokens and one of the target's own, and how many were
     accepted. Nothing for an item that draws nothing.
     """
@@ -70,20 +69,23 @@ def draws_of(item: Item) -> list[Draw]:
 def plain(item: Item) -> bool:
     """Whether drawing is all that is to be done with the item's logits: nothing changes them, and
     nobody asks for numbers about them."""
-    output = len(item.context) - item.prompt_len
-    return (
-        item.logprobs is None
-        and not item.margins
-        and not penalties.changes_logits(item.sampling, output)
+    if item.logprobs is not None or item.margins:
+        return False
+    sampling = item.sampling
+    return not sampling.alters or not penalties.changes_logits(
+        sampling, len(item.context) - item.prompt_len
     )
 
 
 def matched(item: Item, drawn: Sequence[int]) -> Chosen:
     """What a `plain` item gets where its rows drew these tokens."""
-    if not item.draws:
-        return Chosen()
-    accepted = accept(drafts_of(item), drawn)
-    return Chosen(tuple(drawn[: accepted + 1]), accepted)
+    draws, ids = item.draws, item.ids
+    if draws == 1:
+        return Chosen((drawn[0],))
+    first, accepted = len(ids) - draws + 1, 0
+    while accepted < draws - 1 and ids[first + accepted] == drawn[accepted]:
+        accepted += 1
+    return Chosen(tuple(drawn[: accepted + 1]), accepted) if draws else Chosen()
 
 
 def _chosen(item: Item, drawn: list[int], gaps: list[float], raw: Tensor) -> Chosen:

@@ -7,14 +7,14 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.api import Item
+from engine.api import Item, nothing
 from engine.attention.base import AttentionBackend, DeviceAttention
 from engine.batch import Packed, Placed, pack
 from engine.block_words import BlockWords
@@ -83,11 +83,13 @@ class DeviceStepper:
         taps: tuple[int, ...],
         tap_dtype: torch.dtype,
         beside: Beside | None = None,
+        launched: Callable[[], None] = nothing,
     ) -> Ran:
+        """`launched` is called before the device is waited for."""
         if not minimum and tap_dtype is torch.bfloat16:
             words = self._block_words(items)
             if words is not None:
-                return self._run_blocks(items, words, taps, beside)
+                return self._run_blocks(items, words, taps, beside, launched)
         packed = pack(items, self._cache.geometry.page_tokens, minimum, self._scratch_slot)
         draws = [draw for item in items for draw in draws_of(item)]
         at_once = self._drawer.fused and all(plain(item) for item in items)
@@ -99,6 +101,7 @@ class DeviceStepper:
         late = LateRows(tap_rows) if tap_rows is not None else None
         if tap_dtype is torch.bfloat16:  # else somebody still computes with them
             late = self._export.take(tap_rows) if _exported(items) else None
+        launched()
         if logits is None:
             return Ran(packed.placed, [Chosen()] * len(items), late, written)
         if not at_once:
@@ -189,6 +192,7 @@ class DeviceStepper:
         words: BlockWords,
         taps: tuple[int, ...],
         beside: Beside | None,
+        launched: Callable[[], None],
     ) -> Ran:
         placed = words.fill(items)
         at_once = self._drawer.fused and all(plain(item) for item in items)
@@ -216,6 +220,7 @@ class DeviceStepper:
         late = None
         if outputs.tap_rows is not None and _exported(items):
             late = self._export.take(outputs.tap_rows[:used])
+        launched()
         if self._over is not None:
             self._over.synchronize()
         if outputs.logits is None:
@@ -256,6 +261,7 @@ def _matched(items: Sequence[Item], drawn: Sequence[int], width: int = 0) -> lis
     right behind the one before)."""
     chosen, at = [], 0
     for item in items:
-        chosen.append(matched(item, drawn[at : at + item.draws]))
-        at += width or item.draws
+        draws = item.draws
+        chosen.append(matched(item, drawn[at : at + draws]))
+        at += width or draws
     return chosen

@@ -50,6 +50,8 @@ class DrawWords:
     def __init__(self, words: Words, rows: int) -> None:
         """`words` [DRAW_WORDS * rows] may hold anything until `clear`."""
         self._words, self._greedy = words, False
+        # What `write_blocks` wrote last.
+        self._blocks: list[Sampling] | None = None
         parts = words[: 6 * rows].reshape(6, rows)
         self._temperature, self._min_p, self._top_p = (parts[i].view(np.float32) for i in range(3))
         self._top_k, self._index = parts[3], parts[5]
@@ -77,6 +79,17 @@ class DrawWords:
         self._top_k[rows] = min(s.top_k, _MOST)
         self._choice[rows], self._seed[rows] = s.choice % 2**32, s.seed % 2**64
         self._index[rows] = range(index, index + count)
+
+    def write_blocks(self, blocks: list[Sampling], width: int, positions: Words) -> None:
+        """All rows: those of block after block of `width`, each the token behind its own of the
+        `positions` [rows]. Most steps have the blocks of the step before: only positions differ."""
+        if blocks != self._blocks:
+            self.clear()
+            for block, sampling in enumerate(blocks):
+                self.write(block * width, width, sampling, 0)
+            self._blocks = blocks
+        if not self._greedy:
+            np.add(positions, 1, out=self._index)
 
 
 def write_draws(words: Words, rows: int, draws: Iterable[tuple[int, Draw]]) -> None:

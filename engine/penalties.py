@@ -18,13 +18,9 @@ from engine.api import Sampling
 def changes_logits(sampling: Sampling, output_length: int) -> bool:
     """Whether `apply` would do anything for an output of this many tokens or more."""
     s = sampling
-    return bool(
-        s.logit_bias or s.bad_sequences or output_length < s.min_tokens or _penalises(sampling)
+    return s.alters and bool(
+        s.logit_bias or s.bad_sequences or output_length < s.min_tokens or s.penalises
     )
-
-
-def _penalises(s: Sampling) -> bool:
-    return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
 
 
 def apply(
@@ -39,7 +35,7 @@ def apply(
     """
     ids, device = [*context, *drafts], logits.device
     penalties = None
-    if _penalises(sampling):
+    if sampling.penalises:
         known = torch.tensor(ids, dtype=torch.int64, device=device)
         penalties = _Penalties(sampling, known, len(context), prompt_len)
     bias = _bias(sampling, device)

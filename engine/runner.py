@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from engine import selftest
-from engine.api import Drafter, Item, ItemResult, ModelInfo, TokenLogprobs
+from engine.api import Drafter, Item, ItemResult, ModelInfo, TokenLogprobs, nothing
 from engine.attention.base import AttentionBackend
 from engine.attention.report import AttentionReport
 from engine.batch import Packed, Placed, pack
-from engine.choose import Chosen, choose, drafts_of
+from engine.choose import Chosen, choose
 from engine.colocated import TARGET_GROUP, Beside, Group, Handles
 from engine.config import EngineConfig
 from engine.device_step import DeviceStepper
@@ -109,20 +109,25 @@ class NativeEngine:
         self._pool.check_integrity()
 
     @torch.inference_mode()
-    def step(self, items: Sequence[Item]) -> list[ItemResult]:
+    def step(
+        self, items: Sequence[Item], launched: Callable[[], None] = nothing
+    ) -> list[ItemResult]:
         for item in items:
-            item.table.truncate(item.start)
-            item.table.reserve(item.start + len(item.ids))
+            table, start = item.table, item.start
+            table.truncate(start)
+            table.reserve(start + len(item.ids))
         self._memory.copy_pages()
         if self._independent or not any(item.exact for item in items):
-            return self._run(items, minimum=0)
+            return self._run(items, 0, launched)
         # Rows depend on their neighbours here: an exact item runs alone, at a width that does not
         # depend on k.
-        mixed = iter(self._run([item for item in items if not item.exact], minimum=0))
+        mixed = iter(self._run([item for item in items if not item.exact], 0, launched))
         width = self._config.exact_width
-        return [self._run([i], width)[0] if i.exact else next(mixed) for i in items]
+        return [self._run([i], width, launched)[0] if i.exact else next(mixed) for i in items]
 
-    def _run(self, items: Sequence[Item], minimum: int) -> list[ItemResult]:
+    def _run(
+        self, items: Sequence[Item], minimum: int, launched: Callable[[], None]
+    ) -> list[ItemResult]:
         if not items:
             return []
         scored = any(item.prompt_logprobs is not None for item in items)
@@ -134,15 +139,11 @@ class NativeEngine:
         taps = tuple(sorted(last.union(drafter_taps, *(item.taps for item in items))))
         tap_dtype = torch.float32 if scored else torch.bfloat16
         if self._stepper is not None:
-            ran = self._stepper.run(items, minimum, taps, tap_dtype, beside)
-            return [
-                self._result(
-                    placed, own, taps, ran.tap_rows, ran.written if placed.item.drafted else ()
-                )
-                for placed, own in zip(ran.placed, ran.chosen, strict=True)
-            ]
+            ran = self._stepper.run(items, minimum, taps, tap_dtype, beside, launched)
+            return self._results(ran.placed, ran.chosen, taps, ran.tap_rows, ran.written)
         packed = pack(items, self._config.page_tokens, minimum, self._scratch_slot)
         rows = self._rows(packed)
+        launched()
         logits, tap_rows = self._forward(rows, packed, taps, tap_dtype)
         written: tuple[str, ...] = ()
         if beside is not None and tap_rows is not None:
@@ -151,10 +152,7 @@ class NativeEngine:
         drawer = partial(draw, gumbel_argmax=self._model.kernels.gumbel_argmax)
         chosen = [Chosen()] * len(items) if logits is None else choose(logits, items, drawer)
         rows_here = None if tap_rows is None else LateRows(tap_rows)
-        return [
-            self._result(placed, own, taps, rows_here, written if placed.item.drafted else ())
-            for placed, own in zip(packed.placed, chosen, strict=True)
-        ]
+        return self._results(packed.placed, chosen, taps, rows_here, written)
 
     def forward(
         self, packed: Packed, taps: tuple[int, ...], tap_dtype: torch.dtype
@@ -184,10 +182,15 @@ class NativeEngine:
         return logits, tap_rows
 
     def _item_rows(
-        self, placed: Placed, wanted: tuple[int, ...], taps: tuple[int, ...], tap_rows: LateRows
+        self,
+        placed: Placed,
+        count: int,
+        wanted: tuple[int, ...],
+        taps: tuple[int, ...],
+        tap_rows: LateRows,
     ) -> Tensor:
-        """The item's rows with the columns of the wanted taps, out of those of all `taps`."""
-        rows = tap_rows.get()[placed.first_row : placed.first_row + len(placed.item.ids)]
+        """The item's first rows with the columns of the wanted taps, out of those of all `taps`."""
+        rows = tap_rows.get()[placed.first_row : placed.first_row + count]
         if wanted == taps:
             return rows
         hidden = self._info.hidden_size
@@ -195,49 +198,48 @@ class NativeEngine:
         return torch.cat(columns, dim=1)
 
     def _late_rows(
-        self, placed: Placed, taps: tuple[int, ...], tap_rows: LateRows | None, valid: int
-    ) -> Callable[[], Tensor] | None:
-        if not placed.item.taps or tap_rows is None:
-            return None
-
+        self, placed: Placed, taps: tuple[int, ...], tap_rows: LateRows, valid: int
+    ) -> Callable[[], Tensor]:
         def rows() -> Tensor:
-            own = self._item_rows(placed, placed.item.taps, taps, tap_rows)
-            return own[:valid].to("cpu", torch.bfloat16)
+            own = self._item_rows(placed, valid, placed.item.taps, taps, tap_rows)
+            return own.to("cpu", torch.bfloat16)
 
         if tap_rows.arrived is not None:
             return rows
         here = rows()
         return lambda: here
 
-    def _result(
+    def _results(
         self,
-        placed: Placed,
-        chosen: Chosen,
+        every: Sequence[Placed],
+        chosen: Sequence[Chosen],
         taps: tuple[int, ...],
         tap_rows: LateRows | None,
         written: tuple[str, ...],
-    ) -> ItemResult:
-        item = placed.item
-        valid = len(item.ids) - (len(drafts_of(item)) - chosen.accepted)
-        item.table.extend(item.start + valid, written)
-        return ItemResult(
-            tokens=chosen.tokens,
-            accepted=chosen.accepted,
-            late_rows=self._late_rows(placed, taps, tap_rows, valid),
-            margins=chosen.margins,
-            width=placed.width,
-            logprobs=chosen.logprobs,
-            prompt_logprobs=self._prompt_logprobs(placed, taps, tap_rows),
-        )
+    ) -> list[ItemResult]:
+        results = []
+        for placed, (tokens, accepted, margins, logprobs) in zip(every, chosen, strict=True):
+            item = placed.item
+            valid = len(item.ids) - max(item.draws - 1, 0) + accepted
+            item.table.extend(item.start + valid, written if item.drafted else ())
+            late: Callable[[], Tensor] | None = None
+            scores: tuple[TokenLogprobs, ...] = ()
+            if item.taps and tap_rows is not None:
+                late = self._late_rows(placed, taps, tap_rows, valid)
+            if item.prompt_logprobs is not None:
+                assert tap_rows is not None
+                scores = self._prompt_logprobs(placed, item.prompt_logprobs, taps, tap_rows)
+            results.append(
+                ItemResult(tokens, accepted, late, margins, placed.width, logprobs, scores)
+            )
+        return results
 
     def _prompt_logprobs(
-        self, placed: Placed, taps: tuple[int, ...], tap_rows: LateRows | None
+        self, placed: Placed, top: int, taps: tuple[int, ...], tap_rows: LateRows
     ) -> tuple[TokenLogprobs, ...]:
         """Row i of a prompt chunk scores the prompt's token after it."""
         item = placed.item
-        if item.prompt_logprobs is None:
-            return ()
-        assert tap_rows is not None
         following = item.context[item.start + 1 : item.prompt_len][: len(item.ids)]
-        rows = self._item_rows(placed, (self._info.layer_count - 1,), taps, tap_rows)
-        return score_rows(rows, self._model.logits_of, following, item.prompt_logprobs)
+        last = (self._info.layer_count - 1,)
+        rows = self._item_rows(placed, len(item.ids), last, taps, tap_rows)
+        return score_rows(rows, self._model.logits_of, following, top)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from engine.api import Engine, Item
 from target_svc.metrics import Metrics
-from target_svc.residency import Residency
+from target_svc.residency import Residency, reserved
 from target_svc.sessions import Session, Step
 from target_svc.shapes import Shapes
+
+_RANK = attrgetter("rank")
 
 
 class BatchBuilder:
@@ -35,22 +38,23 @@ class BatchBuilder:
         comes first may take them from those behind.
         """
         resident = [session for session in ready if session.table is not None]
-        chunks = self._chunks([session for session in resident if session.filling])
+        filling = [session for session in resident if session.filling]
+        chunks = self._chunks(filling) if filling else {}
+        waiting = set(filling).difference(chunks) if filling else ()
         batch: list[tuple[Session, Item]] = []
-        for session in sorted(resident, key=lambda s: s.rank):
-            if session.table is None:
-                continue  # it gave its pages away just now
-            if not session.filling:
-                item = self._block(session, session.step, now)
-            elif session in chunks:
+        began = time.perf_counter()
+        for session in sorted(resident, key=_RANK):
+            if session.table is None or session in waiting:
+                continue  # the first gave its pages away just now
+            if session in chunks:
                 item = self._chunk(session, chunks[session], now)
             else:
-                continue
+                item = self._block(session, session.step, now)
             if item is None:
                 continue
             assert session.step is not None
             if session.step.started is None:
-                session.step.started = time.perf_counter()
+                session.step.started = began
             session.running = True
             batch.append((session, item))
         return batch
@@ -97,21 +101,26 @@ class BatchBuilder:
         """The anchor and as much of the draft as the session, the engine's block and the free
         pages allow: nobody gives up pages for a draft."""
         start, spec = len(session.ids) - 1, session.spec
-        if not self._residency.reserve(session, start + 1, now):
-            return None
-        assert session.table is not None and step is not None
-        limit = min(session.remaining, self._engine.block_limit(start, spec.exact)) - 1
-        assert limit >= 0
-        end = start + 1 + min(limit, len(step.draft))
-        limit = min(limit, self._residency.reserve_most(session, end) - start - 1)
-        if len(step.draft) > limit:
-            self._metrics.dropped("draft_clipped", len(step.draft) - limit)
-            del step.draft[limit:]
+        assert step is not None
+        draft = step.draft
+        limit, end = 0, start + 1
+        if draft:
+            limit = min(session.remaining, self._engine.block_limit(start, spec.exact)) - 1
+            assert limit >= 0
+            end += min(limit, len(draft))
+        if not reserved(session, end):
+            if not self._residency.reserve(session, start + 1, now):
+                return None
+            limit = min(limit, self._residency.reserve_most(session, end) - start - 1)
+        if len(draft) > limit:
+            self._metrics.dropped("draft_clipped", len(draft) - limit)
+            del draft[limit:]
+        assert session.table is not None
         return Item(
             table=session.table,
-            ids=[session.ids[-1], *step.draft],
+            ids=[session.ids[-1], *draft],
             start=start,
-            draws=1 + len(step.draft),
+            draws=1 + len(draft),
             sampling=spec.sampling,
             taps=spec.taps if session.sink is not None else (),
             exact=spec.exact,

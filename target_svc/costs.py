@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from engine.api import Engine, Item, Sampling
 from engine.errors import OutOfPages
@@ -67,7 +66,7 @@ def _best_ns(
             for table in tables:
                 # What the pages hold does not matter to the time; nobody else sees them.
                 table.length = length
-            items = [replace(item, table=table, context=[1] * (length + 1)) for table in tables]
+            items = [item._replace(table=table, context=[1] * (length + 1)) for table in tables]
             began = clock_ns()
             engine.step(items)
             spent.append(clock_ns() - began)

@@ -35,7 +35,8 @@ class Intake:
         self.draining = False
 
     def take(self, link: Link, items: Sequence[target_pb2.TargetItem]) -> None:
-        """Handles the items of one frame in order."""
+        """Handles the items of one frame in order, behind the answers to what came before."""
+        self._scheduler.flush()
         for item in items:
             kind = item.WhichOneof("item")
             try:
@@ -163,12 +164,14 @@ class Intake:
 
         A lower one is dropped; an equal one is answered again, or joins the running one.
         """
-        if step_id == session.done_step and session.verdict is not None:
+        if step_id == session.done_step and session.answer is not None:
             self._metrics.dropped("repeated_step")
-            session.link.send(target_pb2.TargetReply(verdict=session.verdict))
+            session.link.send(session.answer)
             return True
-        # A free run's step that has not begun gives way to whatever was asked for.
         current = session.step
+        if current is None and session.next is None and step_id > session.done_step:
+            return False
+        # A free run's step that has not begun gives way to whatever was asked for.
         begun = current is not None and (current.asked or session.running)
         seen = [session.done_step]
         seen += [current.step_id] if current is not None and begun else []

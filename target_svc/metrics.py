@@ -51,10 +51,16 @@ class Metrics:
         self._items.observe(items)
         self._step.observe(seconds)
 
-    def verdict(self, kind: str, accepted: int, tokens: int) -> None:
-        self._kinds[kind].inc()
-        self._drafted.inc(accepted)
-        self._own.inc(tokens - accepted)
+    def verdicts(self, opens: int, verifies: int, drafted: int, own: int) -> None:
+        """Steps answered, and their tokens by who chose them."""
+        for counted, count in (
+            (self._kinds["open"], opens),
+            (self._kinds["verify"], verifies),
+            (self._drafted, drafted),
+            (self._own, own),
+        ):
+            if count:
+                counted.inc(count)
 
     def prompt(self, cached: int, run: int) -> None:
         self._prompt.labels("cache").inc(cached)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specwire.v1 import common_pb2
 
+_GOES_ON = common_pb2.FINISH_REASON_UNSPECIFIED
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+
+class Outcome(NamedTuple):
     tokens: tuple[int, ...]
     accepted: int
     finish: common_pb2.FinishReason
@@ -21,7 +22,9 @@ def trim(tokens: Sequence[int], accepted: int, stop_ids: frozenset[int], room: i
     A stop id inside an accepted block ends the session there: what was accepted behind it was
     never part of the text.
     """
-    finish = common_pb2.FINISH_REASON_UNSPECIFIED
+    if len(tokens) < room and stop_ids.isdisjoint(tokens):  # as almost always
+        return Outcome(tuple(tokens), accepted, _GOES_ON)
+    finish = _GOES_ON
     kept: list[int] = []
     for token in tokens[:room]:
         kept.append(token)
@@ -38,9 +41,12 @@ def usable_draft(ids: Sequence[int], vocab_size: int, limit: int) -> tuple[list[
 
     A draft is a hint: it is never an error.
     """
-    for index, token in enumerate(ids):
+    kept = list(ids)
+    if len(kept) <= limit and (not kept or max(kept) < vocab_size):
+        return kept, ""
+    for index, token in enumerate(kept):
         if index == limit:
-            return list(ids[:index]), "draft_too_long"
+            return kept[:index], "draft_too_long"
         if token >= vocab_size:
-            return list(ids[:index]), "draft_id_range"
-    return list(ids), ""
+            return kept[:index], "draft_id_range"
+    raise AssertionError("it is one or the other")

@@ -6,13 +6,16 @@ import asyncio
 
 from engine.api import Item, ItemResult
 from specwire.errors import Reason, SpecwireError
-from specwire.v1 import common_pb2, target_pb2
+from specwire.v1 import target_pb2
 from target_svc import results
+from target_svc.answers import Answers, Ended
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
 from target_svc.outcome import usable_draft
+from target_svc.proposing import Made
 from target_svc.residency import Residency
-from target_svc.sessions import Session, SessionTable, Step
+from target_svc.session_table import SessionTable
+from target_svc.sessions import Session, Step
 from target_svc.shapes import Shapes
 from target_svc.sharing import Sharing
 
@@ -28,13 +31,14 @@ class Progress:
         sharing: Sharing,
         sessions: SessionTable,
         metrics: Metrics,
+        answers: Answers,
         vocab_size: int,
     ) -> None:
         self.ready: dict[int, Session] = {}
         self.idle = asyncio.Event()
         self.idle.set()
         self._shapes, self._residency, self._sharing = shapes, residency, sharing
-        self._sessions, self._metrics = sessions, metrics
+        self._sessions, self._metrics, self._answers = sessions, metrics, answers
         self._vocab_size = vocab_size
 
     def add(self, session: Session) -> None:
@@ -66,6 +70,7 @@ class Progress:
     def refuse(
         self, session: Session, step_id: int, error: SpecwireError, have_len: int = 0
     ) -> None:
+        self._answers.flush()  # what came before it
         self._metrics.refused(error.reason)
         refused = target_pb2.TargetRefused(
             key=key_to_wire(session.key), step_id=step_id, error=error.to_item(), have_len=have_len
@@ -90,47 +95,38 @@ class Progress:
         item: Item,
         result: ItemResult,
         now: float,
-        proposal: common_pb2.Proposal | None = None,
+        proposal: Made | None = None,
     ) -> None:
-        """What the engine made of a session's item: a chunk of its prompt, or its step."""
+        """What the engine made of a session's item: a chunk of its prompt, or its step. What is to
+        be said of it waits in the `Answers`."""
         step = session.step
         assert step is not None
-        results.keep_scores(session, item, result)
+        ended = Ended(session, step, item, result, len(session.ids), None, proposal)
+        if result.prompt_logprobs:
+            results.keep_scores(session, item, result)
         if item.draws:
-            self._end_step(session, step, item, result, now, proposal)
+            ended.opening, ended.kept = session.opening, results.commit(session, step, result)
+            self._go_on(session, step, now, proposal)
         else:
             self._shapes.end_chunk(session, item.start)
-            results.end_chunk(session, item, result)
+            results.end_chunk(session)
+        self._answers.add(ended)
         self._sharing.publish(session)
 
-    def _end_step(
-        self,
-        session: Session,
-        step: Step,
-        item: Item,
-        result: ItemResult,
-        now: float,
-        proposal: common_pb2.Proposal | None,
-    ) -> None:
-        """Commits and answers a step, then begins what is next: a newer item, or the free run."""
-        verdict = results.commit(session, step, result, proposal)
-        session.link.send(target_pb2.TargetReply(verdict=verdict))
-        results.end_step(session, step.step_id, item, result)
-        kind = "verify" if step.step_id else "open"
-        self._metrics.verdict(kind, verdict.accepted, len(verdict.tokens))
+    def _go_on(self, session: Session, step: Step, now: float, proposal: Made | None) -> None:
+        """Begins what is next: a newer item, or the free run."""
         if step.asked:
             session.renew(now)
         session.step, session.idle_since = None, now
+        if session.next is None and step.free_run and not session.finished:
+            draft = self._ahead(session, step, proposal)
+            self._start(session, results.free_step(session, step, draft))
+            return
         self.ready.pop(id(session), None)
         if session.next is not None:
             self._begin_next(session)
-        elif step.free_run and not session.finished:
-            draft = self._ahead(session, step, proposal)
-            self._start(session, results.free_step(session, step, draft))
 
-    def _ahead(
-        self, session: Session, step: Step, proposal: common_pb2.Proposal | None
-    ) -> list[int]:
+    def _ahead(self, session: Session, step: Step, proposal: Made | None) -> list[int]:
         """What the next step of a free run verifies. A drafter in this process is believed no more
         than one on a link."""
         if proposal is None or not step.drafts_ahead:

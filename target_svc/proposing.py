@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.api import Ask, Drafter, ItemResult, Proposed
 from engine.kv.pool import PageTable
 from specwire.errors import internal_error
-from specwire.v1 import common_pb2
 from target_svc.outcome import trim
 from target_svc.sessions import OpenSpec, Session
 
@@ -21,8 +21,17 @@ REASON_FAILED = "draft_failed"
 REASON_K_LIMIT = "k_limit"
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Made(NamedTuple):
+    """A proposal as the drafter made it, fit for the wire, and what the call that made it took."""
+
+    ids: Sequence[int] = ()
+    confidences: Sequence[float] = ()
+    reason: str = ""
+    compute_ns: int = 0
+    once_ns: int = 0
+
+
+class Wish(NamedTuple):
     """What a session asked for with the step that runs: `k` tokens behind its verdict. Taken when
     the step is built; `room` is how many tokens may still be committed."""
 
@@ -45,49 +54,56 @@ def wish_of(session: Session) -> Wish | None:
 
 def propose(
     drafter: Drafter, wishes: Sequence[Wish | None], results: Sequence[ItemResult]
-) -> list[common_pb2.Proposal | None]:
+) -> list[Made | None]:
     """On the engine's thread. A proposal for each wish of a session that goes on; whatever becomes
     of it, the verdicts stand."""
-    proposals: list[common_pb2.Proposal | None] = [None] * len(wishes)
-    asks: dict[int, tuple[Ask, Wish]] = {}
+    proposals: list[Made | None] = [None] * len(wishes)
+    at, asks, wanted = [], [], []
     for index, (wish, result) in enumerate(zip(wishes, results, strict=True)):
         if wish is None or not result.tokens:
             continue
-        kept = trim(result.tokens, result.accepted, wish.spec.stop_ids, wish.room)
-        if kept.finish:
+        table, spec, most, room = wish
+        kept, _, finish = trim(result.tokens, result.accepted, spec.stop_ids, room)
+        if finish:
             continue
         # A block never has more rows than the tokens that may still come.
-        k = min(wish.k, wish.spec.draft_tokens, wish.room - len(kept.tokens) - 1)
+        k = min(most, spec.draft_tokens, room - len(kept) - 1)
         if k < 1:
-            proposals[index] = common_pb2.Proposal(reason=REASON_K_LIMIT)
+            proposals[index] = Made(reason=REASON_K_LIMIT)
         else:
-            asks[index] = Ask(wish.table, kept.tokens[-1], k, wish.spec.sampling), wish
+            at.append(index)
+            asks.append(Ask(table, kept[-1], k, spec.sampling))
+            wanted.append(most)
     if asks:
-        for index, proposal in zip(asks, _ask(drafter, list(asks.values())), strict=True):
+        for index, proposal in zip(at, _ask(drafter, asks, wanted), strict=True):
             proposals[index] = proposal
     return proposals
 
 
-def _ask(drafter: Drafter, asks: Sequence[tuple[Ask, Wish]]) -> list[common_pb2.Proposal]:
+def _ask(drafter: Drafter, asks: list[Ask], wanted: list[int]) -> list[Made]:
     """One proposal each, whatever the drafter does: raise, answer for too few, name what is no
     token id."""
     began, once_before = time.perf_counter_ns(), drafter.once_ns
     try:
-        answers = drafter.propose([ask for ask, _ in asks])
-        made = [_made(*asked, answer) for asked, answer in zip(asks, answers, strict=True)]
+        answers = [_checked(answer) for answer in drafter.propose(asks)]
+        once_ns = drafter.once_ns - once_before
+        spent_ns = max(0, time.perf_counter_ns() - began - once_ns)
+        return [
+            Made(ids, confidences, reason or _cut(ask, k), spent_ns, once_ns)
+            for ask, k, (ids, confidences, reason) in zip(asks, wanted, answers, strict=True)
+        ]
     except Exception as bug:  # a drafter's failure is never the target's
         internal_error(log, f"the {drafter.method} drafter failed to propose", bug)
-        made = [common_pb2.Proposal(reason=REASON_FAILED) for _ in asks]
     once_ns = drafter.once_ns - once_before
-    took_ns = time.perf_counter_ns() - began
-    spent = common_pb2.Timings(compute_ns=max(0, took_ns - once_ns), once_ns=once_ns)
-    for proposal in made:
-        proposal.timings.CopyFrom(spent)
-    return made
+    spent_ns = max(0, time.perf_counter_ns() - began - once_ns)
+    return [Made((), (), REASON_FAILED, spent_ns, once_ns)] * len(asks)
 
 
-def _made(ask: Ask, wish: Wish, answer: Proposed) -> common_pb2.Proposal:
-    cut = REASON_K_LIMIT if ask.k < wish.k else ""
-    return common_pb2.Proposal(
-        ids=answer.ids, confidences=answer.confidences, reason=answer.reason or cut
-    )
+def _checked(answer: Proposed) -> tuple[Sequence[int], Sequence[float], str]:
+    """As it goes over the wire. Raises where something is no uint32, no number or no text."""
+    ids, confidences, reason = answer
+    return array("I", ids), array("f", confidences) if confidences else (), reason + ""
+
+
+def _cut(ask: Ask, k: int) -> str:
+    return REASON_K_LIMIT if ask.k < k else ""

@@ -17,7 +17,8 @@ from engine.errors import OutOfPages
 from engine.kv.pool import PageTable
 from specwire.errors import Reason, SpecwireError
 from target_svc.metrics import Metrics
-from target_svc.sessions import OpenSpec, Session, SessionTable
+from target_svc.session_table import SessionTable
+from target_svc.sessions import OpenSpec, Session
 from target_svc.settings import TargetSettings
 from target_svc.sharing import Sharing
 
@@ -63,7 +64,7 @@ class Residency:
     def enter(self, session: Session) -> None:
         """Gives a new session its place."""
         self._arrivals += 1
-        session.arrival = self._arrivals
+        session.rank = session.spec.priority, self._arrivals
         self._sharing.find_parent(session)
 
     def release(self, session: Session) -> None:
@@ -106,7 +107,7 @@ class Residency:
 
     def reserve(self, session: Session, length: int, now: float) -> bool:
         """Pages for `length` positions, if need be those of sessions that come behind."""
-        while not _reserved(session, length):
+        while not reserved(session, length):
             if self._trim(session):
                 continue
             victims = self._victims(session, now)
@@ -118,7 +119,7 @@ class Residency:
     def reserve_most(self, session: Session, length: int) -> int:
         """As many of `length` positions as there are free pages for, at least those reserved."""
         page_tokens = self._engine.attention.page_tokens
-        while not _reserved(session, length):
+        while not reserved(session, length):
             length = (length - 1) // page_tokens * page_tokens
         return length
 
@@ -190,7 +191,7 @@ class Residency:
         self._metrics.preempted()
 
 
-def _reserved(session: Session, length: int) -> bool:
+def reserved(session: Session, length: int) -> bool:
     """Whether there were free pages for `length` positions."""
     assert session.table is not None
     try:

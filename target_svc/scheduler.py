@@ -1,37 +1,37 @@
 """The step loop: whatever is ready becomes a step; between steps pages change hands.
 
 One task. The engine runs on its own thread; every page is allocated and freed between its steps.
+Between two steps there is only what the next one needs: what is to be said of the last one is
+written while the next one runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable
 
-from engine.api import Drafter, Engine, Item, ItemResult
-from specwire.errors import Reason, SpecwireError, internal_error
-from specwire.v1 import common_pb2, target_pb2
+from engine.api import Drafter, Engine
+from specwire.errors import Reason, SpecwireError
+from specwire.v1 import target_pb2
+from target_svc.answers import Answers
 from target_svc.batch import BatchBuilder
 from target_svc.engine_thread import EngineThread
 from target_svc.metrics import Metrics
 from target_svc.progress import Progress
-from target_svc.proposing import Wish, propose, wish_of
 from target_svc.residency import Residency
-from target_svc.sessions import OpenSpec, Session, SessionTable, Step
+from target_svc.running import Running
+from target_svc.session_table import SessionTable
+from target_svc.sessions import OpenSpec, Session, Step
 from target_svc.settings import TargetSettings
 from target_svc.shapes import Shapes
 from target_svc.sharing import Sharing
 
-log = logging.getLogger(__name__)
-
-# After so many failed steps in a row the engine is given up.
-_FAILURES_ALLOWED = 3
 # Under load gauges are set so often: it takes the interpreter from the engine.
 _REPORT_S = 0.1
 # How often to look whether pages can be had, while those who need some wait.
 _RETRY_S = 0.1
+# Leases are looked at so often; a deadline that comes earlier is kept all the same.
+_EXPIRE_S = 0.05
 
 
 class Scheduler:
@@ -47,16 +47,23 @@ class Scheduler:
         drafter: Drafter | None = None,
     ) -> None:
         self.sessions = SessionTable()
-        self._engine, self._thread, self._metrics = engine, thread, metrics
-        self._drafter = drafter
-        self._on_engine_down = on_engine_down
+        self._engine, self._metrics = engine, metrics
         self._wake = asyncio.Event()
-        self._failures, self._reported = 0, 0.0
+        self._reported = 0.0
+        # When leases and deadlines are looked at next.
+        self._look_at = 0.0
+        self._answers = Answers(metrics)
         shapes = Shapes(engine)
         sharing = Sharing(engine, self.sessions, shapes, metrics)
         self._residency = Residency(engine, settings, self.sessions, sharing, metrics)
         self._progress = Progress(
-            shapes, self._residency, sharing, self.sessions, metrics, engine.info.vocab_size
+            shapes,
+            self._residency,
+            sharing,
+            self.sessions,
+            metrics,
+            self._answers,
+            engine.info.vocab_size,
         )
         self._batches = BatchBuilder(
             engine,
@@ -65,6 +72,9 @@ class Scheduler:
             self._residency,
             metrics,
             draft_all=settings.draft_context == "all",
+        )
+        self._running = Running(
+            engine, thread, drafter, self._progress, self._answers, metrics, on_engine_down
         )
 
     # -- what the intake calls -------------------------------------------------------------------
@@ -75,7 +85,7 @@ class Scheduler:
 
     @property
     def engine_down(self) -> bool:
-        return self._failures >= _FAILURES_ALLOWED
+        return self._running.engine_down
 
     def load(self) -> target_pb2.TargetLoad:
         stats = self._engine.stats()
@@ -96,13 +106,23 @@ class Scheduler:
 
     def add(self, session: Session) -> None:
         """Takes a new session with its step 0; it waits until its pages are free."""
+        assert session.step is not None
         self._progress.add(session)
-        self._wake.set()
+        self._woken(session.step)
 
     def submit(self, session: Session, step: Step) -> None:
         """Takes a verify step. It may have to wait: one step of a session runs at a time."""
         self._progress.submit(session, step)
+        self._woken(step)
+
+    def _woken(self, step: Step) -> None:
+        if step.deadline is not None:
+            self._look_at = min(self._look_at, step.deadline)
         self._wake.set()
+
+    def flush(self) -> None:
+        """Says what is still to be said of steps that have ended."""
+        self._answers.flush()
 
     def remove(self, session: Session) -> None:
         """Forgets a session, even in the middle of a step; the next step finds its pages free."""
@@ -123,15 +143,17 @@ class Scheduler:
         while True:
             self._wake.clear()
             now = loop.time()
-            self._expire(now)
+            if now >= self._look_at:
+                self._expire(now)
             self._residency.free_released()
             self._residency.admit(ready.values(), now)
             batch = self._batches.build(ready.values(), now)
             if not batch:
+                self.flush()
                 self._report(now)
                 await self._sleep(loop)
                 continue
-            await self._step(loop, batch)
+            await self._running.step(batch, self._report_at_times)
 
     async def _sleep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Waits for an item, for the next lease or deadline to end, or to look for pages again."""
@@ -142,9 +164,11 @@ class Scheduler:
         await self._wake.wait()
         if timer is not None:
             timer.cancel()
+        self._look_at = 0.0
 
     def _expire(self, now: float) -> None:
         """Ends steps past their deadline and sessions past their lease, but none in mid-step."""
+        self._look_at = now + _EXPIRE_S
         for session in self.sessions:
             step = session.step
             if step is not None and step.deadline is not None and now >= step.deadline:
@@ -154,6 +178,11 @@ class Scheduler:
             elif now >= session.lease_until and not session.begun:
                 self._metrics.dropped("lease_expired")
                 self.remove(session)
+            elif step is not None and step.deadline is not None:
+                self._look_at = min(self._look_at, step.deadline)
+
+    def _report_at_times(self) -> None:
+        self._report(asyncio.get_running_loop().time() - _REPORT_S)
 
     def _report(self, before: float) -> None:
         """Sets the gauges, unless they were set behind `before`."""
@@ -168,63 +197,3 @@ class Scheduler:
             sessions_waiting=load.waiting,
             sessions_preempted=load.preempted,
         )
-
-    async def _step(
-        self, loop: asyncio.AbstractEventLoop, batch: list[tuple[Session, Item]]
-    ) -> None:
-        items = [item for _, item in batch]
-        wishes = [wish_of(session) if item.draws else None for session, item in batch]
-        try:
-            work = self._thread.call(_run, self._engine, self._drafter, items, wishes)
-            self._report(loop.time() - _REPORT_S)  # while the engine works
-            answers, computed, once_ns = await work
-        except Exception as error:  # the engine raises for bugs only: the service outlives them
-            self._engine_failed([session for session, _ in batch], error)
-            return
-        self._failures = 0
-        for (session, item), (result, proposal) in zip(batch, answers, strict=True):
-            session.running = False
-            if session.closed or session.step is None:
-                continue
-            session.step.compute_s += computed
-            session.step.once_ns += once_ns
-            session.step.width = result.width
-            try:
-                self._progress.end_item(session, item, result, loop.time(), proposal)
-            except Exception as error:  # rows that never came from the device: the engine's failure
-                self._engine_failed([session], error)
-        self._metrics.step(len(items), computed)
-
-    def _engine_failed(self, sessions: list[Session], error: Exception) -> None:
-        """The sessions of a failed step end: what their pages hold is unknown."""
-        failure = internal_error(log, "an engine step failed", error)
-        self._metrics.engine_failure()
-        self._failures += 1
-        if self.engine_down:
-            failure = SpecwireError(Reason.ENGINE_DOWN, failure.message, failure.metadata)
-        for session in sessions:
-            session.running = False
-            if not session.closed and session.step is not None:
-                self._progress.refuse(session, session.step.step_id, failure)
-                self.remove(session)
-        if self.engine_down:
-            self._on_engine_down()
-
-
-Answer = tuple[ItemResult, common_pb2.Proposal | None]
-
-
-def _run(
-    engine: Engine, drafter: Drafter | None, items: list[Item], wishes: list[Wish | None]
-) -> tuple[list[Answer], float, int]:
-    """On the engine's thread: the step, then the proposals that were asked for with it. Returns
-    the seconds of the step too, and the nanoseconds beside them that it spent on what need not be
-    done again; those of the drafter stand in its proposals."""
-    before, once_before = time.perf_counter(), engine.once_ns
-    results = engine.step(items)
-    once_ns = engine.once_ns - once_before
-    computed = time.perf_counter() - before - once_ns / 1e9
-    proposals: list[common_pb2.Proposal | None] = [None] * len(items)
-    if drafter is not None and any(wish is not None for wish in wishes):
-        proposals = propose(drafter, wishes, results)
-    return list(zip(results, proposals, strict=True)), computed, once_ns

@@ -1,19 +1,14 @@
-"""Sessions: who they are, what they have committed, which step they wait for."""
+"""A session: who it is, what it has committed, which step it waits for."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.api import Sampling, TokenLogprobs
 from engine.kv.pool import PageTable
-from specwire.v1 import target_pb2
+from specwire.v1 import common_pb2, target_pb2
 from target_svc.rows import RowHistory, RowSink
-
-# Closed names are remembered for a while, so that a late duplicate of an Open revives nothing.
-_CLOSED_KEPT = 4096
 
 
 class Key(NamedTuple):
@@ -119,21 +114,32 @@ class Session:
     # Leading positions whose KV was computed in chunks of the prompt; those behind, in blocks.
     prompt_end: int = 0
     parent: Session | None = None
-    arrival: int = 0
+    # Lower comes first, to run and to keep its pages: priority, then arrival.
+    rank: tuple[int, int] = (0, 0)
     # When its turn for a prompt chunk came last, and its last step ended.
     turn: int = 0
     idle_since: float = 0.0
     # Those of the prompt as far as it has run, when asked for.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
-    # Id and answer of the latest finished step.
+    # Id of the latest finished step; its answer, once that is written.
     done_step: int = -1
-    verdict: target_pb2.Verdict | None = None
+    answer: target_pb2.TargetReply | None = None
+    # What its verdicts and their proposals begin with.
+    blank: target_pb2.Verdict = field(init=False)
+    blank_proposal: common_pb2.Proposal = field(init=False)
     # The step that waits for the engine or runs in it, and the one that came meanwhile.
     step: Step | None = None
     next: Step | None = None
     running: bool = False
     finished: bool = False
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        coordinator, session_id, generation = self.key
+        key = common_pb2.SessionKey(
+            coordinator=coordinator, session_id=session_id, generation=generation
+        )
+        self.blank, self.blank_proposal = target_pb2.Verdict(key=key), common_pb2.Proposal(key=key)
 
     @property
     def opening(self) -> bool:
@@ -150,7 +156,9 @@ class Session:
     @property
     def filling(self) -> bool:
         """Prompt chunks come first: its first ones, or those that its pages were taken for."""
-        return self.opening or self.kv < len(self.ids) - 1
+        if self.done_step < 0 or self.table is None:
+            return True
+        return self.table.length < len(self.ids) - 1
 
     @property
     def begun(self) -> bool:
@@ -162,11 +170,6 @@ class Session:
     def preempted(self) -> bool:
         """Gave its pages away after it had begun."""
         return self.table is None and self.computed is not None
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Lower comes first, to run and to keep its pages."""
-        return self.spec.priority, self.arrival
 
     def renew(self, now: float, lease_s: float = 0.0) -> None:
         """The lease runs anew; `lease_s` changes its length."""
@@ -184,44 +187,3 @@ class Session:
         self.prompt_end = min(self.prompt_end, length - 1)
         self.history.truncate(length - 1)
         self.finished = False
-
-
-@dataclass(slots=True)
-class SessionTable:
-    """Live sessions by name; for each name at most one generation is alive."""
-
-    _live: dict[tuple[int, int], Session] = field(default_factory=dict)
-    _closed: OrderedDict[tuple[int, int], int] = field(default_factory=OrderedDict)
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._live.values()))
-
-    def named(self, key: Key) -> Session | None:
-        """The live session with this name, whatever its generation."""
-        return self._live.get(key.name)
-
-    def get(self, key: Key) -> Session | None:
-        found = self._live.get(key.name)
-        return found if found is not None and found.key == key else None
-
-    def was_closed(self, key: Key) -> bool:
-        """Whether this generation, or a newer one, was closed by its opener."""
-        return self._closed.get(key.name, -1) >= key.generation
-
-    def add(self, session: Session) -> None:
-        assert session.key.name not in self._live
-        self._live[session.key.name] = session
-
-    def remove(self, session: Session) -> None:
-        session.closed = True
-        if self._live.get(session.key.name) is session:
-            del self._live[session.key.name]
-
-    def remember_closed(self, key: Key) -> None:
-        generation = max(key.generation, self._closed.pop(key.name, 0))
-        self._closed[key.name] = generation
-        while len(self._closed) > _CLOSED_KEPT:
-            self._closed.popitem(last=False)

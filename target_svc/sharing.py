@@ -6,7 +6,8 @@ from engine.api import Engine
 from engine.kv.pool import PageTable
 from engine.kv.prefix import Prefix
 from target_svc.metrics import Metrics
-from target_svc.sessions import Session, SessionTable
+from target_svc.session_table import SessionTable
+from target_svc.sessions import Session
 from target_svc.shapes import Shapes
 
 
@@ -62,9 +63,13 @@ class Sharing:
 
     def publish(self, session: Session) -> None:
         """Lets others find what the session has computed."""
-        if session.spec.publishes and session.table is not None:
-            root, end = self._shapes.root(session), self._shapes.publishable(session)
-            session.table.publish(root, session.ids, end)
+        table = session.table
+        if not session.spec.publishes or table is None:
+            return
+        if table.length < self._page_tokens * (len(table.names) + 1):
+            return  # no page more is full
+        root, end = self._shapes.root(session), self._shapes.publishable(session)
+        table.publish(root, session.ids, end)
 
     def _same_prompt(self, one: Session, other: Session) -> bool:
         end = one.spec.prompt_len

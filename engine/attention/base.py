@@ -16,7 +16,7 @@ from engine.kv.cache import PagedCache
 from engine.kv.pool import PageTable, TableView
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen it takes three times as long to make, for every session and step
 class Span:
     """One session's rows in the packed batch: rows [first_row, first_row+row_count) at positions
     start .. start+row_count-1.

@@ -55,7 +55,9 @@ class PageTable:
 
     def truncate(self, length: int) -> None:
         """Forgets positions from `length` on; the pages stay reserved."""
-        assert length <= self.length, f"cannot truncate {self.length} to {length}"
+        if length == self.length:
+            return
+        assert length < self.length, f"cannot truncate {self.length} to {length}"
         self.length = length
         del self.names[length // self._pool.page_tokens :]
         self.covered = {group: at for group, at in self.covered.items() if at < length}
@@ -108,6 +110,8 @@ class PageTable:
         """
         assert end <= self.length
         size = self._pool.page_tokens
+        if end < size * (len(self.names) + 1):
+            return
         for page in range(len(self.names), end // size):
             parent = self.names[-1] if self.names else root
             name = block_name(parent, ids[page * size : (page + 1) * size])
@@ -195,8 +199,15 @@ class PagePool:
 
     def make_writable(self, table: PageTable, length: int) -> None:
         """See `PageTable.reserve`."""
-        needed = self.pages_for(length)
+        needed = -(-length // self.page_tokens)
         first = table.length // self.page_tokens
+        if needed <= len(table.pages):  # as almost always
+            holders, index = self._holders, self.index
+            for page in table.pages[first:needed]:
+                if holders[page] > 1 or page in index:
+                    break
+            else:
+                return
         locked = [i for i in range(first, min(needed, len(table.pages))) if self._locked(table, i)]
         missing = max(0, needed - len(table.pages))
         free = len(self._free) + len(self.index.idle)

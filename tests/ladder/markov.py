@@ -10,7 +10,7 @@ import asyncio
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from engine.api import Item, ItemResult
+from engine.api import Item, ItemResult, nothing
 from engine.noise import philox
 from specwire.client import AsyncClient
 from specwire.v1 import draft_pb2
@@ -66,7 +66,9 @@ class MarkovEngine(ToyEngine):
         self.info = replace(self.info, vocab_size=VOCAB, eos_token_ids=())
         self.sizes: list[int] = []
 
-    def step(self, items: Sequence[Item]) -> list[ItemResult]:
+    def step(
+        self, items: Sequence[Item], launched: Callable[[], None] = nothing
+    ) -> list[ItemResult]:
         self.sizes.append(len(items))
         return [self._run(item) for item in items]
 

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from coordinator.costs import from_wire
+from engine.api import nothing
 from specwire.v1 import target_pb2, target_pb2_grpc
 from target_svc.app import Loaded, TargetApp
 from target_svc.costs import BUDGET_S, measure
@@ -31,9 +32,9 @@ class TimedEngine(ToyEngine):
         assert item.start + len(item.ids) <= item.table.capacity
         self.now_ns += 100_000 * len(item.ids)
 
-    def step(self, items: Any) -> Any:
+    def step(self, items: Any, launched: Any = nothing) -> Any:
         self.now_ns += self.step_ns
-        return super().step(items)
+        return super().step(items, launched)
 
 
 def test_each_point_is_measured_and_no_page_is_kept() -> None:

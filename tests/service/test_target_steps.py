@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.api import Item, ItemResult
+from engine.api import Item, ItemResult, nothing
 from specwire.v1 import common_pb2
 from tests.service.target_harness import open_target, target, verify
 from tests.service.toy_engine import EOS, VOCAB, ToyEngine, continuation
@@ -34,11 +34,13 @@ async def test_open_and_verify() -> None:
 class _Capturing(ToyEngine):
     """Its second step meets a new shape, which takes 60 ms once."""
 
-    def step(self, items: Sequence[Item]) -> list[ItemResult]:
+    def step(
+        self, items: Sequence[Item], launched: Callable[[], None] = nothing
+    ) -> list[ItemResult]:
         if len(self.log) == 1:
             time.sleep(0.06)
             self.spent_once_ns += 60_000_000
-        return super().step(items)
+        return super().step(items, launched)
 
 
 async def test_what_is_spent_once_is_told_apart() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.api import Item, ItemResult, ModelInfo, Sampling, TokenLogprobs
+from engine.api import Item, ItemResult, ModelInfo, Sampling, TokenLogprobs, nothing
 from engine.attention.report import AttentionReport, Candidate
 from engine.kv.pool import PagePool, PageTable, PoolStats
 
@@ -118,8 +118,11 @@ class ToyEngine:
     def check_integrity(self) -> None:
         self.pool.check_integrity()
 
-    def step(self, items: Sequence[Item]) -> list[ItemResult]:
+    def step(
+        self, items: Sequence[Item], launched: Callable[[], None] = nothing
+    ) -> list[ItemResult]:
         self.entered.set()
+        launched()
         self.gate.wait()
         rows = sum(len(item.ids) for item in items)
         if pause := self.step_s + self.item_s * len(items) + self.row_s * rows:

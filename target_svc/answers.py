@@ -1,0 +1,164 @@
+"""Verdicts and rows of steps that have ended: written once the next step is on its way.
+
+What the next step needs is committed at once; a message is the business of others, and the device
+must not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.api import Item, ItemResult, TokenLogprobs
+from specwire.v1 import common_pb2, target_pb2
+from target_svc.metrics import Metrics
+from target_svc.outcome import Outcome
+from target_svc.proposing import Made
+from target_svc.rows import rows_of
+from target_svc.sessions import Session, Step
+
+
+@dataclass(slots=True)
+class Ended:
+    """A session's part of a step, committed; the last chunk of a prompt, or a block. `kept` is None
+    for a chunk with more to come: it has rows only. `base`: the length before; `computed_s` and
+    `once_ns` are those of `Step`, as they were then."""
+
+    session: Session
+    step: Step
+    item: Item
+    result: ItemResult
+    base: int
+    kept: Outcome | None = None
+    proposal: Made | None = None
+    opening: bool = False
+
+
+class Answers:
+    """What is still to be said. Whoever says something else to a session says this first."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        # Told of a session and its step whose rows never came from the device.
+        self.on_lost: Callable[[Session, int, Exception], None] = _unexpected
+        self._waiting: list[Ended] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, ended: Ended) -> None:
+        self._waiting.append(ended)
+
+    def flush(self) -> None:
+        """Sends everything. Sessions that were closed meanwhile hear nothing more."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        opens = verifies = accepted = tokens = 0
+        for ended in waiting:
+            session = ended.session
+            if session.closed:
+                continue
+            if ended.kept is not None:
+                session.answer = reply = target_pb2.TargetReply()
+                _write(reply.verdict, ended, ended.kept)
+                session.link.send(reply)
+                if ended.opening:
+                    opens += 1
+                else:
+                    verifies += 1
+                accepted += ended.kept.accepted
+                tokens += len(ended.kept.tokens)
+            # Behind the verdict, which has the longer way: through the coordinator, to the draft.
+            if session.sink is not None:
+                try:
+                    _send_rows(ended)
+                except Exception as error:  # of the engine: it failed late
+                    self.on_lost(session, ended.step.step_id, error)
+        self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
+
+
+def _unexpected(session: Session, step_id: int, error: Exception) -> None:
+    raise error
+
+
+def _write(verdict: target_pb2.Verdict, ended: Ended, kept: Outcome) -> None:
+    """Filled in place, and only with what there is: every round waits for it."""
+    session, step, result, base = ended.session, ended.step, ended.result, ended.base
+    count = len(kept.tokens)
+    new_len = base + count
+    verdict.MergeFrom(session.blank)
+    verdict.step_id, verdict.base_len, verdict.new_len = step.step_id, base, new_len
+    verdict.width = step.width
+    verdict.tokens.extend(kept.tokens)
+    if kept.accepted:
+        verdict.accepted = kept.accepted
+    if kept.finish:
+        verdict.finish = kept.finish
+    _put_timings(verdict.timings, step)
+    if session.sink is not None:
+        start = session.rows_start if ended.opening else base - 1
+        verdict.rows_start, verdict.rows_count = start, new_len - 1 - start
+    if session.spec.margins:
+        verdict.margins.extend(result.margins[:count])
+    if result.logprobs:
+        verdict.logprobs.extend(map(_scored, result.logprobs[:count]))
+    if ended.opening:
+        verdict.prompt_logprobs.extend(map(_scored, session.prompt_scores))
+        verdict.cached_tokens = session.cached
+        session.prompt_scores.clear()
+    if ended.proposal is not None:
+        _put_proposal(verdict.proposal, ended.proposal, session, step.step_id, new_len)
+
+
+def _put_timings(at: common_pb2.Timings, step: Step) -> None:
+    started = step.received if step.started is None else step.started
+    if started > step.received:
+        at.queue_ns = int((started - step.received) * 1e9)
+    at.compute_ns = int(step.compute_s * 1e9)
+    if step.once_ns:
+        at.once_ns = step.once_ns
+
+
+def _put_proposal(
+    at: common_pb2.Proposal, made: Made, session: Session, step_id: int, base_len: int
+) -> None:
+    at.MergeFrom(session.blank_proposal)
+    at.step_id, at.base_len = step_id, base_len
+    at.ids.extend(made.ids)
+    if made.confidences:
+        at.confidences.extend(made.confidences)
+    if made.reason:
+        at.reason = made.reason
+    if made.compute_ns:
+        at.timings.compute_ns = made.compute_ns
+    if made.once_ns:
+        at.timings.once_ns = made.once_ns
+
+
+def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        token_id=scored.token,
+        logprob=scored.logprob,
+        rank=scored.rank,
+        top=[common_pb2.TopLogprob(token_id=i, logprob=value) for i, value in scored.top],
+    )
+
+
+def _send_rows(ended: Ended) -> None:
+    """Keeps and pushes the rows of the session's part, except those that the draft already has."""
+    session, start = ended.session, ended.item.start
+    if session.sink is None:
+        return
+    rows = rows_of(ended.result)
+    if rows is None:
+        return
+    step_id = ended.step.step_id
+    skip = max(0, session.rows_start - start) if step_id == 0 else 0
+    # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
+    kept = ended.kept
+    end = None if kept is None else ended.base + len(kept.tokens) - 1 - start
+    wanted = rows[skip:end]
+    if len(wanted):
+        session.history.add(start + skip, wanted)
+        session.sink.push(step_id, start + skip, wanted)

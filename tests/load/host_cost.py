@@ -1,0 +1,203 @@
+"""What a round costs the host, without a GPU: CPU time of each service's threads, by session.
+
+    python -m tests.load.host_cost --sessions 1,8,32,128 --modes plain,colocated,separate
+
+Forwards cost nothing but a pause (`free_model`), so what is counted is Python and gRPC:
+microseconds of CPU for each session and round in the engine's thread, the event loop and the other
+threads of the target, the draft service and the coordinator. CPU time tells the truth on a busy
+machine too; wall time (milliseconds between two steps) does not. To compare two trees, --against
+DIR: its services run in turn with this tree's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from specwire.client import AsyncClient
+
+MODES = ("plain", "colocated", "separate")
+ROOT = Path(__file__).resolve().parents[2]
+SETTLE_S, _BEGIN_S = 0.7, 60.0
+Spent = dict[str, dict[str, int]]
+
+
+class Service:
+    """A child process of `host_services`."""
+
+    def __init__(self, tree: Path, role: str, address: str, *flags: str) -> None:
+        paths = os.pathsep.join([str(tree / "proto"), str(tree)])
+        self.address = address
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.load.host_services", role, "--address", address, *flags],
+            env={**os.environ, "PYTHONPATH": paths},
+            cwd=tree,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Service:
+        assert self._process.stdout is not None and self._process.stdout.readline() == "up\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def spent(self) -> dict[str, int]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found: dict[str, int] = json.loads(self._process.stdout.readline())
+        return found
+
+
+def start(stack: ExitStack, tree: Path, mode: str, count: int, o: argparse.Namespace) -> Any:
+    """Services of one mode, by name."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="specwire-"))
+
+    def flags(name: str) -> list[str]:
+        if not o.profile:
+            return []
+        where = f"{o.profile}/{mode}-{count}-{name}"
+        return ["--profile", f"{where}-loop", "--profile-engine", f"{where}-engine"]
+
+    def service(name: str, role: str, *more: str) -> Service:
+        given = ["--sessions", str(count), "--pause-s", str(count * o.pause_ms / 1e3)]
+        given += [*flags(name), *more]
+        made = Service(tree, role, f"unix:{folder}/{name}", *given)
+        return stack.enter_context(made)
+
+    found = {"target": service("target", "colocated" if mode == "colocated" else "target")}
+    workers = ["--target", found["target"].address]
+    if mode == "separate":
+        found["draft"] = service("draft", "draft")
+        workers += ["--draft", found["draft"].address]
+    found["coordinator"] = service("coordinator", "coordinator", *workers)
+    return found
+
+
+async def measure(tree: Path, mode: str, count: int, o: argparse.Namespace) -> dict[str, float]:
+    """Microseconds of each thread for a session and round, and facts of the steps."""
+    with ExitStack() as stack:
+        services = start(stack, tree, mode, count, o)
+        async with AsyncClient(services["coordinator"].address) as client:
+            begun = [asyncio.Event() for _ in range(count)]
+            work = [
+                asyncio.create_task(_session(client, mode, i, begun[i], o)) for i in range(count)
+            ]
+            async with asyncio.timeout(_BEGIN_S):
+                for event in begun:
+                    await event.wait()
+            await asyncio.sleep(SETTLE_S)
+            before, at = {n: s.spent() for n, s in services.items()}, time.perf_counter()
+            await asyncio.sleep(o.seconds)
+            after, ended = {n: s.spent() for n, s in services.items()}, time.perf_counter()
+            for task in work:
+                if task.done():
+                    task.result()  # it failed
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+    return _figures(before, after, ended - at)
+
+
+async def _session(
+    client: AsyncClient, mode: str, number: int, begun: asyncio.Event, o: argparse.Namespace
+) -> None:
+    while True:  # one after another, until it is cancelled
+        stream = client.stream(
+            token_ids=[(7 * number + i) % 900 for i in range(o.prompt_tokens)],
+            max_tokens=8000 - o.prompt_tokens,
+            ignore_eos=True,
+            temperature=o.temperature,
+            seed=number,
+            method="plain" if mode == "plain" else "toy",
+            num_speculative_tokens=None if mode == "plain" else (o.k or None),
+            return_token_ids=True,
+        )
+        async with stream:
+            async for _ in stream:
+                begun.set()
+
+
+def _figures(before: Spent, after: Spent, seconds: float) -> dict[str, float]:
+    def grown(name: str, what: str) -> int:
+        return after[name].get(what, 0) - before[name].get(what, 0)
+
+    steps, items = grown("target", "steps"), max(1, grown("target", "items"))
+    found = {"wall ms": seconds * 1e3 / max(1, steps), "items a step": items / max(1, steps)}
+    for name in before:
+        for thread in ("engine", "loop", "others"):
+            found[f"{name} {thread}"] = grown(name, thread) / 1e3 / items
+    found["target engine's step"] = grown("target", "step_ns") / 1e3 / items
+    found["wall between two steps"] = grown("target", "gap_ns") / 1e3 / items
+    found["target in all"] = sum(found[f"target {t}"] for t in ("engine", "loop", "others"))
+    return found
+
+
+def print_medians(mode: str, count: int, runs: dict[str, list[dict[str, float]]]) -> None:
+    print(f"\n{mode}, {count} sessions: us of CPU for a session and round, medians")
+    names = list(dict.fromkeys(name for found in runs.values() for name in found[0]))
+    width = max(map(len, names))
+    print(" " * width + "".join(f"{label:>10}" for label in runs))
+    for name in names:
+        row = [statistics.median(one[name] for one in found) for found in runs.values()]
+        print(f"{name:{width}}" + "".join(f"{value:>10.1f}" for value in row), flush=True)
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    made = argparse.ArgumentParser(
+        prog="python -m tests.load.host_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--sessions", default="1,8,32,128", help="numbers, by commas")
+    add("--modes", default=",".join(MODES))
+    add("--seconds", type=float, default=3.0, help="of a run")
+    add("--repeats", type=int, default=1, help="runs of each tree, in turn")
+    add("--pause-ms", type=float, default=0.25, help="of a forward, for each session")
+    add("--k", type=int, default=7, help="draft tokens a round; 0: adaptive")
+    add("--temperature", type=float, default=0.0)
+    add("--prompt-tokens", type=int, default=128)
+    add("--against", type=Path, help="another tree, with this tool in it")
+    add("--profile", help="a folder: cProfile of each thread, which costs much itself")
+    o = made.parse_args(argv)
+    trees = {"this": ROOT} | ({"against": o.against.resolve()} if o.against else {})
+    failed = 0
+    for mode in o.modes.split(","):
+        for count in map(int, o.sessions.split(",")):
+            runs: dict[str, list[dict[str, float]]] = {label: [] for label in trees}
+            try:
+                for _ in range(o.repeats):
+                    for label, tree in trees.items():
+                        runs[label].append(asyncio.run(measure(tree, mode, count, o)))
+            except Exception as error:  # one case must not hide the others
+                print(f"{mode}, {count} sessions: {type(error).__name__}: {error}")
+                failed += 1
+                continue
+            print_medians(mode, count, runs)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(command())
