@@ -59,7 +59,8 @@ SAMPLINGS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """A draft's checkpoint and its target's, and where they run."""
+    """A draft's checkpoint and its target's, and where they run. `reference` is the backend of the
+    same kind of attention in torch."""
 
     name: str
     method: str
@@ -67,10 +68,13 @@ class Setup:
     target: str
     device: torch.device
     pages: int
+    attention: str = "TRITON_ATTN"
+    reference: str = "TORCH_SDPA"
+    kv_dtype: str = "auto"
 
     def load(self, **options: Any) -> DFlashMethod:
-        chosen: dict[str, Any] = {"kernels": "triton", "attention_backend": "TRITON_ATTN"}
-        chosen |= {"device": self.device, "page_count": self.pages}
+        chosen: dict[str, Any] = {"kernels": "triton", "attention_backend": self.attention}
+        chosen |= {"device": self.device, "page_count": self.pages, "kv_dtype": self.kv_dtype}
         wanted = DFlashOptions(**chosen | options)
         target = DraftTarget(self.target, wanted.weight_dtype)
         kind = DSparkMethod if self.method == "dspark" else DFlashMethod
@@ -123,8 +127,8 @@ def check(setup: Setup, lengths: Sequence[int]) -> dict[str, object]:
     alone = [graphs.draft([wanted])[0] for wanted in own[id(graphs)]]
     found["alone equals among others"] = [a.ids for a in alone] == [b.ids for b in expected]
     found["graphs equal launches after other shapes"] = graphs.draft(own[id(graphs)]) == expected
-    plain = setup.load(**FP32, kernels="torch", attention_backend="TORCH_SDPA")
-    fused = setup.load(**FP32, kernels="triton", attention_backend="TRITON_ATTN")
+    plain = setup.load(**FP32, kernels="torch", attention_backend=setup.reference)
+    fused = setup.load(**FP32)
     exact = plain.draft(sessions(plain._model, lengths))
     full = fused.draft(sessions(fused._model, lengths))
     found["fp32 Triton equals fp32 torch"] = equal(full, exact)
