@@ -121,7 +121,10 @@ def plan(
     )
     if from_bench is not None:
         found = read_report(from_bench)
-        given = _given_times(timed, k, context_tokens) if verify_ms or workers else None
+        times = plain_ms, verify_ms, draft_ms, colocated_draft_ms
+        wanted = workers or k is not None or any(times)
+        given = _given_times(timed, k, context_tokens) if wanted else None
+        link = replace(link, rtt_ms=_rtt(rtt_ms, told, exchange_ms))
         _show_check(check.predict(found, link, given, method), as_json)
         return
     sizes = _sizes(target, draft, kv_dtype)

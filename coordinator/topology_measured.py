@@ -73,7 +73,7 @@ def read_report(path: Path) -> Measurements:
             for label, entry in report["modes"].items()
             if entry["rounds"] and entry["decode_tokens_per_s"]
         ]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise SpecwireError.field("--from-bench", f"without {error}", _ACCEPTED) from None
     return Measurements(tuple(modes), loaded=False)
 

@@ -22,6 +22,8 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+# Raised when kernels of ours come to round otherwise: builds that differ there are told apart.
+_ARITHMETIC = "2"
 _NO_MORE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
@@ -112,6 +114,7 @@ def numerics_fingerprint(
     """Two engines with equal weights and equal numerics give equal bits. `rope_length` is the
     length that a dynamic RoPE was made for, else 0."""
     parts = (
+        _ARITHMETIC,
         *_hardware(mode, device),
         torch.__version__,
         *_compiler(mode, device),

@@ -39,7 +39,8 @@ class Answers:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        # Told of a session and its step whose rows never came from the device.
+        # Told of a session and its step whose answer could not be written, such as one whose rows
+        # never came from the device.
         self.on_lost: Callable[[Session, int, Exception], None] = _unexpected
         self._waiting: list[Ended] = []
 
@@ -56,25 +57,26 @@ class Answers:
         waiting, self._waiting = self._waiting, []
         opens = verifies = accepted = tokens = 0
         for ended in waiting:
-            session = ended.session
+            session, kept = ended.session, ended.kept
             if session.closed:
                 continue
-            if ended.kept is not None:
-                session.answer = reply = target_pb2.TargetReply()
-                _write(reply.verdict, ended, ended.kept)
-                session.link.send(reply)
-                if ended.opening:
-                    opens += 1
-                else:
-                    verifies += 1
-                accepted += ended.kept.accepted
-                tokens += len(ended.kept.tokens)
-            # Behind the verdict, which has the longer way: through the coordinator, to the draft.
-            if session.sink is not None:
-                try:
+            try:
+                if kept is not None:
+                    session.answer = reply = target_pb2.TargetReply()
+                    _write(reply.verdict, ended, kept)
+                    session.link.send(reply)
+                    if ended.opening:
+                        opens += 1
+                    else:
+                        verifies += 1
+                    accepted += kept.accepted
+                    tokens += len(kept.tokens)
+                # Behind the verdict, which has the longer way: through the coordinator, to the
+                # draft.
+                if session.sink is not None:
                     _send_rows(ended)
-                except Exception as error:  # of the engine: it failed late
-                    self.on_lost(session, ended.step.step_id, error)
+            except Exception as error:  # of the engine, which failed late: the others go on
+                self.on_lost(session, ended.step.step_id, error)
         self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
 
 

@@ -104,13 +104,13 @@ class Progress:
         ended = Ended(session, step, item, result, len(session.ids), None, proposal)
         if result.prompt_logprobs:
             results.keep_scores(session, item, result)
+        self._answers.add(ended)  # before whatever the next step has said
         if item.draws:
             ended.opening, ended.kept = session.opening, results.commit(session, step, result)
             self._go_on(session, step, now, proposal)
         else:
             self._shapes.end_chunk(session, item.start)
             results.end_chunk(session)
-        self._answers.add(ended)
         self._sharing.publish(session)
 
     def _go_on(self, session: Session, step: Step, now: float, proposal: Made | None) -> None:
@@ -153,6 +153,7 @@ class Progress:
             self.refuse(session, step.step_id, SpecwireError(Reason.NEED_TOKENS, text), have)
             return
         if step.base_len < have:
+            self._answers.flush()  # with the rows that are rolled back
             session.truncate(step.base_len)
         if session.finished:
             error = SpecwireError.field(

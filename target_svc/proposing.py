@@ -102,7 +102,8 @@ def _ask(drafter: Drafter, asks: list[Ask], wanted: list[int]) -> list[Made]:
 def _checked(answer: Proposed) -> tuple[Sequence[int], Sequence[float], str]:
     """As it goes over the wire. Raises where something is no uint32, no number or no text."""
     ids, confidences, reason = answer
-    return array("I", ids), array("f", confidences) if confidences else (), reason + ""
+    reason.encode()
+    return array("I", ids), array("f", confidences) if len(confidences) else (), reason
 
 
 def _cut(ask: Ask, k: int) -> str:

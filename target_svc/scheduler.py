@@ -169,6 +169,7 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         """Ends steps past their deadline and sessions past their lease, but none in mid-step."""
         self._look_at = now + _EXPIRE_S
+        self.flush()  # what has ended is said, even where the session ends with it
         for session in self.sessions:
             step = session.step
             if step is not None and step.deadline is not None and now >= step.deadline:

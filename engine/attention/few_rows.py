@@ -30,17 +30,19 @@ def equal_few_rows(
     geometry: KVGeometry,
     query_heads: int,
     dtype: torch.dtype,
+    modes: tuple[LayerMode, ...],
     tiles: Tiles,
     device: torch.device,
 ) -> int:
     """FEW where its bits are those of `tiles.rows`, which is the answer otherwise. Tried once for
-    each kernel, with spans of one token over one unit, several units and several chunks."""
+    each kernel and each of the distinct `modes`, with spans of one token over one unit, several
+    units and several chunks."""
     if tiles.rows <= FEW:
         return tiles.rows
     page, chunk = geometry.page_tokens, tiles.keys * tiles.chunk
     contexts = [5, tiles.keys + 1, chunk - 3, 2 * chunk + tiles.keys + 7]
     pool = PagePool(sum(-(-context // page) for context in contexts), page)
-    one = KVGeometry(1, geometry.kv_heads, geometry.head_dim, page, geometry.dtype)
+    one = KVGeometry(len(modes), geometry.kv_heads, geometry.head_dim, page, geometry.dtype)
     cache = KVCache(one, pool.page_count, device)
     generator = torch.Generator(device).manual_seed(0)
     for tensor in (*cache.k, *cache.v):
@@ -52,10 +54,10 @@ def equal_few_rows(
     ]
     outs = []
     for rows in (FEW, tiles.rows):
-        backend = kind(cache, query_heads, [LayerMode()], dtype, tiles, few_rows=rows)
+        backend = kind(cache, query_heads, modes, dtype, tiles, few_rows=rows)
         words, pages = backend.capacity(spans)
         host = torch.empty(words, dtype=torch.int32)
         backend.fill(host.numpy(), spans, len(spans), pages)
         plan = backend.view(host.to(device), len(spans), pages, width=1)
-        outs.append(backend.run(plan, 0, q))
+        outs.append(torch.stack([backend.run(plan, layer, q) for layer in range(len(modes))]))
     return FEW if torch.equal(*outs) else tiles.rows

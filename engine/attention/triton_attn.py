@@ -206,8 +206,9 @@ class TritonAttention(TritonPaged):
         super().__init__(cache, query_heads, modes, tiles, processors)
         self._few_rows = few_rows or tiles.rows
         if not few_rows and cache.device.type == "cuda":
+            kinds = tuple(dict.fromkeys(modes))
             self._few_rows = equal_few_rows(
-                type(self), shape, query_heads, self.dtype, tiles, cache.device
+                type(self), shape, query_heads, self.dtype, kinds, tiles, cache.device
             )
 
     def _rows(self, width: int) -> int:

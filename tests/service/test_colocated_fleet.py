@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -101,12 +102,15 @@ async def test_a_drafter_that_raises_hurts_nobody() -> None:
         await idle(made)
 
 
-@pytest.mark.parametrize("ids", [(-1,), (2**32,), ("a",)])
-async def test_what_no_message_can_hold_is_the_drafters_failure(ids: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [((-1,),), ((2**32,),), (("a",),), ((1,), (), "\ud800"), ((1,), ("a",)), ((1,), (), 3)],
+)
+async def test_what_no_message_can_hold_is_the_drafters_failure(answer: tuple[Any, ...]) -> None:
     """Not the target's: the step is over, and its verdicts go out."""
 
     def script(drafter: ToyDrafter, ask: Ask, context: list[int]) -> Proposed:
-        return Proposed(ids)  # type: ignore[arg-type]
+        return Proposed(*answer)
 
     settings = {"num_speculative_tokens": 3}
     async with fleet_world(infos=[{"drafter": ToyDrafter(script)}], **settings) as made:

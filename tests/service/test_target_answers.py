@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from engine.api import Item, ItemResult, nothing
 from specwire.errors import Reason
 from specwire.v1 import target_pb2
-from tests.service.target_harness import key, open_target, target, verify
+from tests.service.target_harness import (
+    FakeDraft,
+    draft_server,
+    key,
+    open_target,
+    push_to,
+    target,
+    verify,
+)
 from tests.service.toy_engine import ToyEngine, continuation
 
 SESSIONS = 12  # more than are told at once
@@ -85,3 +95,52 @@ async def test_a_refusal_comes_behind_the_verdicts_before_it() -> None:
         assert [(await peer.verdict()).step_id for _ in range(SESSIONS)] == [0] * SESSIONS
         assert (await peer.refused()).error.reason == Reason.SESSION_UNKNOWN
         engine.hold.set()
+
+
+async def test_a_refusal_of_the_next_step_comes_behind_the_verdict() -> None:
+    engine = ToyEngine()
+    async with target(engine) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT))
+        await peer.verdict()
+        engine.entered.clear()
+        engine.gate.clear()
+        await peer.send(verify(1, 4), verify(2, 40))
+        await asyncio.to_thread(engine.entered.wait, 10)
+        engine.gate.set()
+        assert (await peer.verdict()).step_id == 1
+        assert (await peer.refused()).step_id == 2
+
+
+async def test_rows_of_a_step_that_is_rolled_back_leave_those_before_it(tmp_path: Path) -> None:
+    address, engine = f"unix:{tmp_path / 'd.sock'}", ToyEngine()
+    async with draft_server(address, FakeDraft()) as draft, target(engine) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to(address)))
+        await peer.verdict()
+        text = continuation(PROMPT, 4)
+        await peer.send(verify(1, 4, text[1:3]))
+        assert (await peer.verdict()).new_len == 7
+        engine.entered.clear()
+        engine.gate.clear()
+        await peer.send(verify(2, 7), verify(3, 5))
+        await asyncio.to_thread(engine.entered.wait, 10)
+        engine.gate.set()
+        assert [(await peer.verdict()).step_id for _ in range(2)] == [2, 3]
+        await draft.rows(3 + 3 + 1 + 1)
+        draft.chunks.clear()
+        await peer.send(target_pb2.ExportRows(key=key(), **{"from": 0}))
+        chunks = await draft.rows(5)
+        assert (chunks[0].start, sum(chunk.count for chunk in chunks)) == (0, 5)
+
+
+async def test_a_lease_that_ends_with_a_step_takes_no_verdict_along() -> None:
+    engine = ToyEngine(step_s=0.15)
+    async with target(engine) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, lease_ms=400, free_run=8))
+        found = []
+        with suppress(TimeoutError):
+            while True:
+                found.append((await peer.reply(1.0)).verdict.step_id)
+        assert found == list(range(len(engine.log)))
