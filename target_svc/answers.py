@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.api import Item, ItemResult, TokenLogprobs
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.asks import Answered, Question
 from target_svc.metrics import Metrics
 from target_svc.outcome import Outcome
 from target_svc.proposing import Made
@@ -32,6 +33,11 @@ class Ended:
     kept: Outcome | None = None
     proposal: Made | None = None
     opening: bool = False
+    # What a draft service is asked behind the rows; the verdict is then said later, with the
+    # answer, and without the rows.
+    question: Question | None = None
+    answered: Answered | None = None
+    rows_sent: bool = False
 
 
 class Answers:
@@ -59,7 +65,7 @@ class Answers:
             session = ended.session
             if session.closed:
                 continue
-            if ended.kept is not None:
+            if ended.kept is not None and ended.question is None:
                 session.answer = reply = target_pb2.TargetReply()
                 _write(reply.verdict, ended, ended.kept)
                 session.link.send(reply)
@@ -70,11 +76,14 @@ class Answers:
                 accepted += ended.kept.accepted
                 tokens += len(ended.kept.tokens)
             # Behind the verdict, which has the longer way: through the coordinator, to the draft.
-            if session.sink is not None:
+            if session.sink is not None and not ended.rows_sent:
                 try:
                     _send_rows(ended)
                 except Exception as error:  # of the engine: it failed late
                     self.on_lost(session, ended.step.step_id, error)
+                    continue
+                if ended.question is not None and ended.answered is not None:
+                    session.sink.ask(ended.question, ended.answered)
         self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
 
 
@@ -130,8 +139,12 @@ def _put_proposal(
         at.confidences.extend(made.confidences)
     if made.reason:
         at.reason = made.reason
+    if made.source:
+        at.source = made.source
     if made.compute_ns:
         at.timings.compute_ns = made.compute_ns
+    if made.queue_ns:
+        at.timings.queue_ns = made.queue_ns
     if made.once_ns:
         at.timings.once_ns = made.once_ns
 

@@ -88,10 +88,20 @@ class Step:
     # Spent on what the engine need not do again; no part of the above.
     once_ns: int = 0
     width: int = 0
-    # Tokens that the co-located drafter proposes behind this step's verdict, or the last one's of
+    # Tokens that the drafter proposes behind this step's verdict, or the last one's of
     # its free run; `drafts_ahead`: behind each, and the next step verifies them.
     then_propose: int = 0
     drafts_ahead: bool = False
+    # Longest wait for a draft service's proposals.
+    draft_wait_us: int = 0
+
+
+class Held(Protocol):
+    """A verdict that waits for the proposal that continues it."""
+
+    def settle(self, proposal: common_pb2.Proposal | None) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +146,9 @@ class Session:
     step: Step | None = None
     next: Step | None = None
     running: bool = False
+    # Whose verdict waits for a draft service, and how many ids that service was told of.
+    held: Held | None = None
+    told: int = 0
     finished: bool = False
     closed: bool = False
 
