@@ -33,8 +33,8 @@ class Ended:
     kept: Outcome | None = None
     proposal: Made | None = None
     opening: bool = False
-    # What a draft service is asked behind the rows; the verdict is then said later, with the
-    # answer, and without the rows.
+    # What a draft service is asked behind the rows. Where somebody is to be told of the answer the
+    # verdict is said later, with it and without the rows.
     question: Question | None = None
     answered: Answered | None = None
     rows_sent: bool = False
@@ -65,7 +65,7 @@ class Answers:
             session = ended.session
             if session.closed:
                 continue
-            if ended.kept is not None and ended.question is None:
+            if ended.kept is not None and ended.answered is None:
                 session.answer = reply = target_pb2.TargetReply()
                 _write(reply.verdict, ended, ended.kept)
                 session.link.send(reply)
@@ -82,9 +82,13 @@ class Answers:
                 except Exception as error:  # of the engine: it failed late
                     self.on_lost(session, ended.step.step_id, error)
                     continue
-                if ended.question is not None and ended.answered is not None:
-                    session.sink.ask(ended.question, ended.answered)
+                if ended.question is not None:
+                    session.sink.ask(ended.question, ended.answered or _unheard)
         self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
+
+
+def _unheard(proposal: common_pb2.Proposal | None) -> None:
+    """Nothing was wanted: the draft follows, that is all."""
 
 
 def _unexpected(session: Session, step_id: int, error: Exception) -> None:

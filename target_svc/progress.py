@@ -14,7 +14,7 @@ from target_svc.asking import HeldVerdict, asks_service, question
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
 from target_svc.outcome import usable_draft
-from target_svc.proposing import Made
+from target_svc.proposing import REASON_K_LIMIT, Made
 from target_svc.residency import Residency
 from target_svc.sessions import Session, SessionTable, Step
 from target_svc.shapes import Shapes
@@ -130,12 +130,15 @@ class Progress:
         self._end(session, step, now)
         self.ready.pop(id(session), None)
         ended.question = question(session, step, ended.base)
+        self._answers.add(ended)
         if ended.question.k:
             session.held = held = HeldVerdict(
                 session, ended, self._answers, self._metrics, self._answered
             )
             ended.answered = held.settle
-        self._answers.add(ended)
+        else:
+            ended.proposal = Made(reason=REASON_K_LIMIT)
+            self._go_on(session, step, ended.proposal)
         self._sharing.publish(session)
 
     def _answered(self, session: Session, step: Step, proposal: Made | None) -> None:
