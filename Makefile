@@ -10,7 +10,7 @@ PROTO_PY := .venv-proto/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-gpu check format install install-dev proto check-proto bench-cpu \
-	bench-attention bench-sessions load-target load-draft load-coordinator clean
+	bench-attention bench-host bench-sessions load-target load-draft load-coordinator clean
 
 help:
 	@awk 'BEGIN {FS = ": .*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ bench-cpu: $(VENV)/.dev ## engine step times against their floor, and plain deco
 bench-attention: $(VENV)/.dev ## attention backends on the GPU: correctness, then time over the floor
 	$(PY) -m tests.load.bench_attention --check
 	$(PY) -m tests.load.bench_attention --time $(ARGS)
+
+bench-host: $(VENV)/.dev ## CPU time of a round in each service, by threads, with forwards that cost nothing
+	$(PY) -m tests.load.host_cost $(ARGS)
 
 bench-sessions: $(VENV)/.dev ## tokens a second of 1, 8, 32 and 128 sessions at once, plain and speculative
 	$(PY) -m tests.load.sessions --prompts coordinator/prompts/demo.jsonl $(ARGS)

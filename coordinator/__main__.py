@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from specwire.environment import prepare
+from specwire.environment import loaded, prepare
 
 prepare()  # before grpc loads
 
@@ -22,6 +22,7 @@ async def serve(stop: asyncio.Event) -> None:
     metrics = metrics_server(port, registry=host.metrics.registry) if port else None
     try:
         async with host:
+            loaded()
             print(f"coordinator: listening at {host.address}", file=sys.stderr, flush=True)
             await stop.wait()
     finally:

@@ -10,20 +10,19 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from coordinator.drafters import COLOCATED, PLAIN, SEPARATE
+from coordinator.drafters import PLAIN
 from coordinator.metrics import Metrics
 from coordinator.placement import Fleet, Group
 from coordinator.session import Deliver, Session
 from coordinator.spec import SessionSpec
 from coordinator.validation import check, is_long, prompt_ids
-from coordinator.workers import DraftWorker, TargetWorker, Worker
+from coordinator.worker_view import beside_view, draft_view, target_view
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from specwire.sampling import MAX_CHOICES
-from specwire.v1 import common_pb2, draft_pb2, generate_pb2, generate_pb2_grpc
+from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 
 SERVICE_NAME = "specwire.v1.GenerationService"
-_Worker = generate_pb2.GenerationServiceGetInfoResponse.Worker
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
@@ -171,9 +170,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             protocol_minor=PROTOCOL_MINOR,
             model=info.model if info is not None else None,
             workers=[
-                *(_target(target, first) for target in fleet.targets),
-                *(_beside(target) for target in fleet.targets if target.colocated is not None),
-                *map(_draft, fleet.drafts),
+                *(target_view(target, first) for target in fleet.targets),
+                *(beside_view(target) for target in fleet.targets if target.colocated is not None),
+                *map(draft_view, fleet.drafts),
             ],
             methods=first.offers.methods() if first is not None else [PLAIN],
             default_method=first.offers.default_method() if first is not None else PLAIN,
@@ -184,66 +183,3 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             if fleet.settings.adaptive_k
             else fleet.settings.num_speculative_tokens,
         )
-
-
-def _worker(role: str, worker: Worker[Any]) -> _Worker:
-    link, load = worker.link, worker.link.load
-    found = _Worker(
-        role=role,
-        address=link.address,
-        state=link.state,
-        reason=link.reason,
-        sessions=worker.busy,
-        waiting=worker.waiting,
-    )
-    if load is not None:
-        found.pages_free, found.pages_total = load.pages_free, load.pages_total
-    return found
-
-
-def _target(target: TargetWorker, first: Group | None) -> _Worker:
-    worker = _worker("target", target)
-    if target.info is not None:
-        worker.attention.CopyFrom(target.info.attention)
-        worker.device = target.info.worker.device
-        name, fingerprint, tokenizer = target.model_key or ("", "", "")
-        if first is not None and target not in first.targets:
-            said = f"serves another model than the first target: {name}, fingerprint {fingerprint}"
-            said += f", tokenizer {tokenizer[:16]}"
-            worker.reason = "; ".join(filter(None, [worker.reason, said]))
-    if target.draining:
-        worker.reason = "; ".join(filter(None, [worker.reason, "takes no new sessions"]))
-    return worker
-
-
-def _beside(target: TargetWorker) -> _Worker:
-    """The drafters in a target's process; they are up when it is, and their sessions are its."""
-    worker, inside = _worker("draft", target), target.colocated
-    assert inside is not None and target.info is not None
-    worker.placement = COLOCATED
-    worker.device = inside.info.worker.device or target.info.worker.device
-    return _described(worker, *inside.judge(target.info))
-
-
-def _draft(draft: DraftWorker) -> _Worker:
-    worker = _worker("draft", draft)
-    worker.placement = SEPARATE
-    if draft.info is not None:
-        worker.device = draft.info.worker.device
-    return _described(worker, *draft.judge_all())
-
-
-def _described(
-    worker: _Worker, fitting: dict[str, draft_pb2.DrafterInfo], refused: dict[str, str]
-) -> _Worker:
-    """With what it drafts, or why it does not."""
-    texts = list(dict.fromkeys(refused.values()))
-    if texts:
-        worker.reason = "; ".join([*filter(None, [worker.reason]), *texts])
-        if not fitting:
-            worker.state, worker.reason = "refused", "; ".join(texts)
-    worker.methods.extend(fitting)
-    reports = [d.attention for d in fitting.values() if d.attention.chosen]
-    if reports:
-        worker.attention.CopyFrom(reports[0])
-    return worker

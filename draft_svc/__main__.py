@@ -6,7 +6,7 @@ import asyncio
 import sys
 from contextlib import ExitStack, closing
 
-from specwire.environment import prepare
+from specwire.environment import loaded, prepare
 
 prepare()  # before torch and grpc load
 
@@ -38,6 +38,7 @@ async def serve(stop: asyncio.Event) -> None:
             registry = host.metrics.registry
             stack.enter_context(closing(metrics_server(settings.metrics_port, registry=registry)))
         async with host:
+            loaded()
             _progress(f"ready at {host.address}")
             await stop.wait()
 

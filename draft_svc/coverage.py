@@ -75,13 +75,14 @@ class Coverage:
         if self._last_step < 0:
             for step in sorted(step for step in self._held if step < step_id):
                 blocks += [block.clip(0, self._opened_length) for block in self._held[step]]
-        blocks += self._held.get(step_id, [])
-        self._held = {step: held for step, held in self._held.items() if step > step_id}
-        self._held_bytes = sum(b.rows.nbytes for held in self._held.values() for b in held)
+        if self._held:
+            blocks += self._held.get(step_id, [])
+            self._held = {step: held for step, held in self._held.items() if step > step_id}
+            self._held_bytes = sum(b.rows.nbytes for held in self._held.values() for b in held)
         self._last_step = step_id
         self._confirmed[step_id] = length - 1
         if len(self._confirmed) > _KEEP_STEPS:
-            del self._confirmed[min(self._confirmed)]
+            del self._confirmed[next(iter(self._confirmed))]  # the lowest: they rise
         return self._append(blocks, length - 1, strict=False)
 
     def _append(self, blocks: list[RowBlock], limit: int, *, strict: bool = True) -> list[RowBlock]:
@@ -112,4 +113,6 @@ class Coverage:
         self.end = min(self.end, length)
         if self.end <= self.start:
             self.start = self.end = 0
-        self._confirmed = {step: min(end, length) for step, end in self._confirmed.items()}
+        # No step before it may bring more than the last one.
+        if self._confirmed.get(self._last_step, 0) > length:
+            self._confirmed = {step: min(end, length) for step, end in self._confirmed.items()}

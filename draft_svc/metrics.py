@@ -4,7 +4,7 @@ process.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from specwire.observe import counter, histogram
 
@@ -25,12 +25,19 @@ class Metrics:
             "draft_propose_seconds", "Time of one batched proposal", ["method"], self.registry
         )
 
+        # By method; looked up once, since with many sessions a round counts hundreds of times.
+        self._of_method: dict[str, tuple[Counter, Histogram]] = {}
+
     def event(self, cause: str) -> None:
         self._events.labels(cause).inc()
 
     def proposed(self, method: str, tokens: int, seconds: float) -> None:
-        self._proposed.labels(method).inc(tokens)
-        self._seconds.labels(method).observe(seconds)
+        found = self._of_method.get(method)
+        if found is None:
+            found = self._proposed.labels(method), self._seconds.labels(method)
+            self._of_method[method] = found
+        found[0].inc(tokens)
+        found[1].observe(seconds)
 
     def cached(self, method: str, rows: int) -> None:
         self._cached.labels(method).inc(rows)

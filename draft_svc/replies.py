@@ -29,26 +29,25 @@ def proposal(
     key: common_pb2.SessionKey, step: Step, draft: Draft, computed: Computed | None
 ) -> draft_pb2.DraftReply:
     """The answer of a step; without `computed` nothing ran, and the time was spent waiting."""
-    if computed is None:
-        waited = time.monotonic_ns() - step.arrived_ns
-        timings = common_pb2.Timings(queue_ns=waited)
-    else:
+    # Filled in place, and only with what there is: every round waits for it.
+    reply = draft_pb2.DraftReply()
+    made = reply.proposal
+    made.key.CopyFrom(key)
+    made.step_id, made.base_len = step.step_id, step.length
+    made.ids.extend(draft.ids)
+    if draft.confidences:
+        made.confidences.extend(draft.confidences)
+    if reason := draft.reason or (REASON_K_LIMIT if step.k_cut else ""):
+        made.reason = reason
+    if draft.source:
+        made.source = draft.source
+    waited, timings = time.monotonic_ns() - step.arrived_ns, made.timings
+    if computed is not None:
         worked, once = computed.compute_ns, computed.once_ns
-        waited = max(time.monotonic_ns() - step.arrived_ns - worked - once, 0)
-        timings = common_pb2.Timings(queue_ns=waited, compute_ns=worked, once_ns=once)
-    reason = draft.reason or (REASON_K_LIMIT if step.k_cut else "")
-    return draft_pb2.DraftReply(
-        proposal=common_pb2.Proposal(
-            key=key,
-            step_id=step.step_id,
-            base_len=step.length,
-            ids=draft.ids,
-            confidences=draft.confidences,
-            timings=timings,
-            reason=reason,
-            source=draft.source,
-        )
-    )
+        waited = max(waited - worked - once, 0)
+        timings.compute_ns, timings.once_ns = worked, once
+    timings.queue_ns = waited
+    return reply
 
 
 def refusal(key: common_pb2.SessionKey, step_id: int, error: SpecwireError) -> draft_pb2.DraftReply:

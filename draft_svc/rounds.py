@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from draft_svc import replies
 from draft_svc.coverage import RowsRefused
@@ -84,7 +85,7 @@ class Rounds:
             deadline=_deadline(request.deadline_ms),
         )
         session.step, session.length = step, length
-        rows = []
+        rows: list[RowBlock] = []
         if session.coverage is not None:
             rows = session.coverage.confirm(step.step_id, step.base_len, length)
         self.worker.put(UpdateJob(session.handle, step.base_len, tokens, rows))
@@ -119,9 +120,7 @@ class Rounds:
         if step.timer is not None:
             step.timer.cancel()
 
-        def done(computed: Computed) -> None:
-            self._computed(session, step, computed)
-
+        done = partial(self._computed, session, step)
         self.worker.put(ProposeJob(session.handle, step.k, step.deadline, done))
 
     def _computed(self, session: Session, step: Step, computed: Computed) -> None:
@@ -154,9 +153,9 @@ class Rounds:
         """Takes a chunk of rows or says why not. Either way the sender may send as many bytes
         again.
         """
-        ack = draft_pb2.FeatureAck(
-            key=chunk.key, step_id=chunk.step_id, credit_bytes=len(chunk.rows)
-        )
+        ack = draft_pb2.FeatureAck()
+        ack.key.CopyFrom(chunk.key)
+        ack.step_id, ack.credit_bytes = chunk.step_id, len(chunk.rows)
         try:
             self._take_rows(target_incarnation, chunk)
         except SpecwireError as error:

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from draft_svc.jobs import Computed, Handle, Job, OpenJob, ProposeJob, UpdateJob
 from draft_svc.methods.base import REASON_DEADLINE, AnyMethod, Draft, MethodInfo, Request
@@ -206,8 +207,7 @@ class Worker:
         for job in jobs:
             draft = by_job.get(id(job))
             failed = None if draft is not None else (error or lost)
-            computed = Computed(draft or Draft(), failed, spent, once)
-            results.append(lambda done=job.done, computed=computed: done(computed))  # type: ignore[misc]
+            results.append(partial(job.done, Computed(draft or Draft(), failed, spent, once)))
         return results
 
     def _close(self, handle: Handle) -> None:

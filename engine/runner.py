@@ -182,10 +182,15 @@ class NativeEngine:
         return logits, tap_rows
 
     def _item_rows(
-        self, placed: Placed, wanted: tuple[int, ...], taps: tuple[int, ...], tap_rows: LateRows
+        self,
+        placed: Placed,
+        count: int,
+        wanted: tuple[int, ...],
+        taps: tuple[int, ...],
+        tap_rows: LateRows,
     ) -> Tensor:
-        """The item's rows with the columns of the wanted taps, out of those of all `taps`."""
-        rows = tap_rows.get()[placed.first_row : placed.first_row + len(placed.item.ids)]
+        """The item's first rows with the columns of the wanted taps, out of those of all `taps`."""
+        rows = tap_rows.get()[placed.first_row : placed.first_row + count]
         if wanted == taps:
             return rows
         hidden = self._info.hidden_size
@@ -196,8 +201,8 @@ class NativeEngine:
         self, placed: Placed, taps: tuple[int, ...], tap_rows: LateRows, valid: int
     ) -> Callable[[], Tensor]:
         def rows() -> Tensor:
-            own = self._item_rows(placed, placed.item.taps, taps, tap_rows)
-            return own[:valid].to("cpu", torch.bfloat16)
+            own = self._item_rows(placed, valid, placed.item.taps, taps, tap_rows)
+            return own.to("cpu", torch.bfloat16)
 
         if tap_rows.arrived is not None:
             return rows
@@ -235,5 +240,6 @@ class NativeEngine:
         """Row i of a prompt chunk scores the prompt's token after it."""
         item = placed.item
         following = item.context[item.start + 1 : item.prompt_len][: len(item.ids)]
-        rows = self._item_rows(placed, (self._info.layer_count - 1,), taps, tap_rows)
+        last = (self._info.layer_count - 1,)
+        rows = self._item_rows(placed, len(item.ids), last, taps, tap_rows)
         return score_rows(rows, self._model.logits_of, following, top)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from specwire.environment import prepare
+from specwire.environment import loaded, prepare
 
 prepare()  # before torch and grpc load
 
@@ -27,6 +27,7 @@ async def serve(stop: asyncio.Event) -> None:
         metrics = metrics_server(settings.metrics_port, registry=app.metrics.registry)
     try:
         await app.start()
+        loaded()
         await app.wait(stop)
     finally:
         await app.stop()

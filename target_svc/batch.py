@@ -103,12 +103,11 @@ class BatchBuilder:
         start, spec = len(session.ids) - 1, session.spec
         assert step is not None
         draft = step.draft
+        limit, end = 0, start + 1
         if draft:
             limit = min(session.remaining, self._engine.block_limit(start, spec.exact)) - 1
             assert limit >= 0
-            end = start + 1 + min(limit, len(draft))
-        else:
-            limit, end = 0, start + 1
+            end += min(limit, len(draft))
         if not reserved(session, end):
             if not self._residency.reserve(session, start + 1, now):
                 return None

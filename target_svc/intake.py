@@ -168,8 +168,10 @@ class Intake:
             self._metrics.dropped("repeated_step")
             session.link.send(session.answer)
             return True
-        # A free run's step that has not begun gives way to whatever was asked for.
         current = session.step
+        if current is None and session.next is None and step_id > session.done_step:
+            return False
+        # A free run's step that has not begun gives way to whatever was asked for.
         begun = current is not None and (current.asked or session.running)
         seen = [session.done_step]
         seen += [current.step_id] if current is not None and begun else []

@@ -16,7 +16,8 @@ from target_svc.metrics import Metrics
 from target_svc.outcome import usable_draft
 from target_svc.proposing import REASON_K_LIMIT, Made
 from target_svc.residency import Residency
-from target_svc.sessions import Session, SessionTable, Step
+from target_svc.session_table import SessionTable
+from target_svc.sessions import Session, Step
 from target_svc.shapes import Shapes
 from target_svc.sharing import Sharing
 

@@ -17,7 +17,8 @@ from engine.errors import OutOfPages
 from engine.kv.pool import PageTable
 from specwire.errors import Reason, SpecwireError
 from target_svc.metrics import Metrics
-from target_svc.sessions import OpenSpec, Session, SessionTable
+from target_svc.session_table import SessionTable
+from target_svc.sessions import OpenSpec, Session
 from target_svc.settings import TargetSettings
 from target_svc.sharing import Sharing
 

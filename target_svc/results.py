@@ -24,11 +24,12 @@ def keep_scores(session: Session, item: Item, result: ItemResult) -> None:
 
 def commit(session: Session, step: Step, result: ItemResult) -> Outcome:
     """Keeps what stop ids and limits allow."""
-    kept = trim(result.tokens, result.accepted, session.spec.stop_ids, session.remaining)
-    session.ids += kept.tokens
-    assert session.table is not None
-    session.computed = len(session.ids) - 1
-    session.table.truncate(session.computed)
+    spec, ids, table = session.spec, session.ids, session.table
+    kept = trim(result.tokens, result.accepted, spec.stop_ids, spec.limit_len - len(ids))
+    ids += kept.tokens
+    assert table is not None
+    session.computed = computed = len(ids) - 1
+    table.truncate(computed)
     session.finished = bool(kept.finish)
     session.done_step, session.answer = step.step_id, None
     return kept

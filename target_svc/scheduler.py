@@ -20,7 +20,8 @@ from target_svc.metrics import Metrics
 from target_svc.progress import Progress
 from target_svc.residency import Residency
 from target_svc.running import Running
-from target_svc.sessions import OpenSpec, Session, SessionTable, Step
+from target_svc.session_table import SessionTable
+from target_svc.sessions import OpenSpec, Session, Step
 from target_svc.settings import TargetSettings
 from target_svc.shapes import Shapes
 from target_svc.sharing import Sharing

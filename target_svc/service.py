@@ -33,11 +33,12 @@ class LinkStream:
         return self.outbox.closed
 
     def send(self, reply: target_pb2.TargetReply) -> None:
-        if self.outbox.closed:
+        outbox = self.outbox
+        if outbox.closed:
             self._metrics.dropped("reply_without_link")
             return
         try:
-            self.outbox.put(reply)
+            outbox.put(reply)
         except OutboxFull:
             self._metrics.dropped("reply_link_slow")
             self.outbox.close()

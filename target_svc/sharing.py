@@ -6,7 +6,8 @@ from engine.api import Engine
 from engine.kv.pool import PageTable
 from engine.kv.prefix import Prefix
 from target_svc.metrics import Metrics
-from target_svc.sessions import Session, SessionTable
+from target_svc.session_table import SessionTable
+from target_svc.sessions import Session
 from target_svc.shapes import Shapes
 
 

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,8 +34,7 @@ REASON_SUPERSEDED = "superseded"
 RawRows = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class RowBlock:
+class RowBlock(NamedTuple):
     """Hidden-state rows of positions [start, end): an array [count, width] in the wire dtype (bf16
     as uint16).
     """
@@ -49,6 +48,8 @@ class RowBlock:
 
     def clip(self, low: int, high: int) -> RowBlock:
         """The part inside [low, high); empty when there is none."""
+        if low <= self.start and self.start + len(self.rows) <= high:
+            return self
         first = min(max(low - self.start, 0), len(self.rows))
         last = max(min(high - self.start, len(self.rows)), first)
         return RowBlock(self.start + first, self.rows[first:last])
@@ -115,8 +116,7 @@ class MethodInfo:
         return self.vocab_size or self.target_vocab_size
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """What a method proposes: at most `k` ids, the method's own probabilities for them (or none),
     and why not more. `source` names the method they come from where a drafter has several.
     """

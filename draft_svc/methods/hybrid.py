@@ -145,7 +145,7 @@ class HybridMethod(Method[HybridContext]):
             draft = neural.get(id(request), Draft())
             if draft.ids:
                 asked.neural = draft.ids
-                drafts.append(replace(draft, source=self._neural.info.method))
+                drafts.append(draft._replace(source=self._neural.info.method))
             elif asked.found:
                 drafts.append(Draft(asked.found, source=self._lookup.name))
             else:

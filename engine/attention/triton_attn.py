@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.attention.base import DeviceAttention, LayerMode, Span
 from engine.attention.kernels import paged, parts
 from engine.attention.kernels.schedule import FEW_ROWS, HEADER, Schedule, Tiles, tiles_for
+from engine.kernels.triton.dependent import flags
 from engine.kv.cache import KVCache, PagedCache
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -155,7 +156,7 @@ class TritonPaged(DeviceAttention):
             kv_heads = self.cache.geometry.kv_heads
             parts._combine[(kv_heads, self.tiles.rows // rows, programs)](
                 out, logs, plan.sums, plan.parts, plan.words, len(plan.words), window,
-                R=rows, num_warps=4, **fixed,
+                R=rows, num_warps=4, **flags(len(out)), **fixed,
             )  # fmt: skip
 
     def _combined_rows(self, plan: TritonPlan) -> int:
@@ -212,7 +213,7 @@ class TritonAttention(TritonPaged):
             shape.head_dim**-0.5 * math.log2(math.e), mode.window or 0,
             PAGE=shape.page_tokens, WHOLE=plan.whole, HALF=self._half, IEEE=self._ieee,
             FINISH=plan.finish,
-            num_warps=tiles.warps, num_stages=tiles.stages, **fixed,
+            num_warps=tiles.warps, num_stages=tiles.stages, **flags(len(q)), **fixed,
         )  # fmt: skip
         if not plan.finish:
             self._combine(plan, out, logs, mode.window or 0, fixed)

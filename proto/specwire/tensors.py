@@ -5,6 +5,7 @@ numpy has no bfloat16: 16-bit floats are carried as uint16 and viewed by whoever
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,9 @@ _WIRE: dict[int, np.dtype[Any]] = {
 }
 
 
+_CARRIED = np.dtype("u2"), np.dtype("f4")
+
+
 def wire_dtype(dtype: int) -> np.dtype[Any]:
     """The numpy dtype that carries a `DType` of the contract."""
     found = _WIRE.get(dtype)
@@ -34,11 +38,12 @@ def wire_dtype(dtype: int) -> np.dtype[Any]:
 
 def rows_to_bytes(rows: Rows) -> bytes:
     """Rows [n, width] of uint16 (16-bit floats) or float32."""
-    if rows.ndim != 2 or rows.dtype not in (np.dtype("u2"), np.dtype("f4")):
+    if rows.ndim != 2 or rows.dtype not in _CARRIED:
         given = f"{rows.dtype} with {rows.ndim} dimensions"
         raise SpecwireError.field("rows", given, "uint16 or float32 with 2 dimensions")
-    little = rows.dtype.newbyteorder("<")
-    return np.ascontiguousarray(rows, dtype=little).tobytes()
+    if sys.byteorder == "little":
+        return rows.tobytes()
+    return rows.astype(rows.dtype.newbyteorder("<")).tobytes()
 
 
 def rows_from_bytes(data: bytes, count: int, width: int, dtype: int) -> Rows:

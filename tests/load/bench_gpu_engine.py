@@ -2,9 +2,10 @@
 
 python -m tests.load.bench_gpu_engine [--model DIR] [--shape smollm2-135m | qwen3-8b]
 
-Without --model the weights are random: times do not depend on them. Checked before anything is
-timed: graphs equal launches, a session alone equals one among others, blocks equal single tokens,
-and greedy tokens follow the reference operators up to near-ties, which are counted.
+Without --model the weights are random: times do not depend on them. "Launches in turn": no kernel
+starts before the one in front of it has ended. Checked before anything is timed: graphs equal
+launches, a session alone equals one among others, blocks equal single tokens, and greedy tokens
+follow the reference operators up to near-ties, which are counted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from engine.api import Item, Sampling
 from engine.config import EngineConfig
+from engine.kernels.triton.dependent import use_dependent_launch
 from engine.loading import load_engine
 from engine.runner import NativeEngine
 from tests.load.random_pair import SHAPES, write_target
@@ -130,8 +132,13 @@ def main() -> None:
             print(f"{name}: {value}")
         torch.cuda.empty_cache()
         times: dict[str, float] = {}
-        modes = {"graphs": {}, "no graphs": {"cuda_graph_mode": "NONE"}}
+        modes = {
+            "graphs": {},
+            "launches in turn": {},
+            "no graphs": {"cuda_graph_mode": "NONE"},
+        }
         for mode, choice in modes.items():
+            use_dependent_launch(mode != "launches in turn")
             engine = load(directory, **choice)
             for sessions in (1, 8, 32, 128) if mode == "graphs" else (1,):
                 for rows in (1, 4, 8):

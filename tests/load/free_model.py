@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draft_svc.methods.base import Draft, Method, MethodInfo, Request, RowBlock, RowNeeds
-from engine.api import Ask, ModelInfo, Proposed, Sampling, nothing
+from engine.api import Ask, ModelInfo, Proposed, Sampling
 from engine.attention.mode import LayerMode
 from engine.attention.report import AttentionReport, Candidate
 from engine.attention.triton_attn import TritonAttention
@@ -79,7 +79,8 @@ class FreeModel:
 
 
 class FreeEngine(NativeEngine):
-    """Counts its steps and their items, and the nanoseconds that its thread computed in them."""
+    """Counts its steps and their items, the nanoseconds that its thread computed in them, and those
+    (of the wall) between them."""
 
     def __init__(self, sessions: int, pause_s: float = 0.0) -> None:
         model = FreeModel(pause_s)
@@ -99,16 +100,19 @@ class FreeEngine(NativeEngine):
         super().__init__(config, model, cache, backend, report, info, stepper=stepper)  # type: ignore[arg-type]
         assert self.rows_independent
         model.pause_s = pause_s
-        self.steps = self.items = self.step_ns = 0
+        self.steps = self.items = self.step_ns = self.gap_ns = 0
+        self._ended = time.perf_counter_ns()
 
-    def step(self, items: Any, launched: Any = nothing) -> Any:
+    def step(self, items: Any, *launched: Any) -> Any:
+        self.gap_ns += time.perf_counter_ns() - self._ended
         began = time.thread_time_ns()
         try:
-            return super().step(items, launched)
+            return super().step(items, *launched)
         finally:
             self.step_ns += time.thread_time_ns() - began
             self.steps += 1
             self.items += len(items)
+            self._ended = time.perf_counter_ns()
 
 
 class FreeDrafter(ToyDrafter):

@@ -29,7 +29,7 @@ from specwire.client import AsyncClient
 
 MODES = ("plain", "colocated", "separate")
 ROOT = Path(__file__).resolve().parents[2]
-SETTLE_S = 0.7
+SETTLE_S, _BEGIN_S = 0.7, 60.0
 Spent = dict[str, dict[str, int]]
 
 
@@ -53,8 +53,9 @@ class Service:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
+        self._process.stdout.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -103,13 +104,16 @@ async def measure(tree: Path, mode: str, count: int, o: argparse.Namespace) -> d
             work = [
                 asyncio.create_task(_session(client, mode, i, begun[i], o)) for i in range(count)
             ]
-            for event in begun:
-                await event.wait()
+            async with asyncio.timeout(_BEGIN_S):
+                for event in begun:
+                    await event.wait()
             await asyncio.sleep(SETTLE_S)
             before, at = {n: s.spent() for n, s in services.items()}, time.perf_counter()
             await asyncio.sleep(o.seconds)
             after, ended = {n: s.spent() for n, s in services.items()}, time.perf_counter()
-            assert not any(task.done() for task in work), "a session ended: fewer --seconds"
+            for task in work:
+                if task.done():
+                    task.result()  # it failed
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
@@ -119,19 +123,20 @@ async def measure(tree: Path, mode: str, count: int, o: argparse.Namespace) -> d
 async def _session(
     client: AsyncClient, mode: str, number: int, begun: asyncio.Event, o: argparse.Namespace
 ) -> None:
-    stream = client.stream(
-        token_ids=[(7 * number + i) % 900 for i in range(o.prompt_tokens)],
-        max_tokens=8000,
-        ignore_eos=True,
-        temperature=o.temperature,
-        seed=number,
-        method="plain" if mode == "plain" else "toy",
-        num_speculative_tokens=None if mode == "plain" else (o.k or None),
-        return_token_ids=True,
-    )
-    async with stream:
-        async for _ in stream:
-            begun.set()
+    while True:  # one after another, until it is cancelled
+        stream = client.stream(
+            token_ids=[(7 * number + i) % 900 for i in range(o.prompt_tokens)],
+            max_tokens=8000 - o.prompt_tokens,
+            ignore_eos=True,
+            temperature=o.temperature,
+            seed=number,
+            method="plain" if mode == "plain" else "toy",
+            num_speculative_tokens=None if mode == "plain" else (o.k or None),
+            return_token_ids=True,
+        )
+        async with stream:
+            async for _ in stream:
+                begun.set()
 
 
 def _figures(before: Spent, after: Spent, seconds: float) -> dict[str, float]:
@@ -144,6 +149,7 @@ def _figures(before: Spent, after: Spent, seconds: float) -> dict[str, float]:
         for thread in ("engine", "loop", "others"):
             found[f"{name} {thread}"] = grown(name, thread) / 1e3 / items
     found["target engine's step"] = grown("target", "step_ns") / 1e3 / items
+    found["wall between two steps"] = grown("target", "gap_ns") / 1e3 / items
     found["target in all"] = sum(found[f"target {t}"] for t in ("engine", "loop", "others"))
     return found
 
@@ -177,14 +183,20 @@ def command(argv: Sequence[str] | None = None) -> int:
     add("--profile", help="a folder: cProfile of each thread, which costs much itself")
     o = made.parse_args(argv)
     trees = {"this": ROOT} | ({"against": o.against.resolve()} if o.against else {})
+    failed = 0
     for mode in o.modes.split(","):
         for count in map(int, o.sessions.split(",")):
             runs: dict[str, list[dict[str, float]]] = {label: [] for label in trees}
-            for _ in range(o.repeats):
-                for label, tree in trees.items():
-                    runs[label].append(asyncio.run(measure(tree, mode, count, o)))
+            try:
+                for _ in range(o.repeats):
+                    for label, tree in trees.items():
+                        runs[label].append(asyncio.run(measure(tree, mode, count, o)))
+            except Exception as error:  # one case must not hide the others
+                print(f"{mode}, {count} sessions: {type(error).__name__}: {error}")
+                failed += 1
+                continue
             print_medians(mode, count, runs)
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

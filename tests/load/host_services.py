@@ -7,7 +7,7 @@ counted (cProfile); --profile-engine FILE: those of the engine's thread.
 
 from __future__ import annotations
 
-from specwire.environment import prepare
+from specwire.environment import loaded, prepare
 
 prepare()  # before torch and grpc load
 
@@ -87,7 +87,8 @@ async def target(o: Options, profiled: Callable[[Any], None]) -> AsyncIterator[C
     await app.start()
     await app._thread.call(profiled, None)
     try:
-        yield lambda: {"steps": engine.steps, "items": engine.items, "step_ns": engine.step_ns}
+        names = ("steps", "items", "step_ns", "gap_ns")
+        yield lambda: {name: getattr(engine, name) for name in names}
     finally:
         await app.stop()
 
@@ -141,6 +142,7 @@ async def serve(o: Options, stop: asyncio.Event) -> None:
                 loop_profile.enable()
 
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), tell)
+        loaded()
         print("up", flush=True)
         await stop.wait()
         if loop_profile is not None:

@@ -20,6 +20,7 @@ from engine.attention.kernels.parts import _finish, _keep_part
 from engine.attention.kernels.parts import _keys as _keys
 from engine.attention.kernels.parts import _merge as _merge
 from engine.attention.kernels.parts import _store as _store
+from engine.kernels.triton.dependent import wait
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def _attend(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
-    HALF: tl.constexpr, IEEE: tl.constexpr, FINISH: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, FINISH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads, programs): each program takes items program, program + programs, ...
 
@@ -50,6 +51,7 @@ def _attend(
     16 bits of the queries; IEEE: products are those of fp32, never of fewer bits. FINISH > 0: no
     span has more folded rows than that, and `_finish` adds up instead of `_combine`.
     """
+    wait(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
     f = tl.arange(0, M)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.dependent import wait
+
 
 @triton.jit
 def _merge(m, z, acc, m2, z2, acc2):
@@ -178,13 +180,14 @@ def _combine(
     out, lse, sums, parts, words, tiles_end, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
-    CAUSAL: tl.constexpr, LSE: tl.constexpr,
+    CAUSAL: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds up the partial results of tiles. Grid (KV heads, M / R, programs).
 
     A tile is eight words, tile j ending where tile j - 1 begins, the first at tiles_end: first
     slot, tile, slots a chunk, start, rows, first row of the span.
     """
+    wait(PDL)
     AT_ONCE: tl.constexpr = 8 if CHUNK % 8 == 0 and R * BLOCK_D <= 1024 else 4
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)

@@ -42,5 +42,7 @@ def accept(drawn: Tensor, given: Tensor, first: Tensor, count: Tensor, width: in
     out = torch.empty(items, 1 + width, dtype=torch.int64, device=drawn.device)
     if items:
         lanes = triton.next_power_of_2(width)
-        _accept[(items,)](drawn, given, first, count, out, width, lanes, num_warps=1, **flags())
+        _accept[(items,)](
+            drawn, given, first, count, out, width, lanes, num_warps=1, **flags(len(drawn))
+        )
     return out

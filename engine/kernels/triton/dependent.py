@@ -1,8 +1,10 @@
 """Programmatic dependent launch (compute capability 9.0): a kernel is started while the one before
 it still runs, fetches its weights into the L2 cache, and waits for the other's results only then.
 
-Off until `use_dependent_launch`. A kernel that waits has waited, through the one before it, for all
-before that; kernels without any of this run between them as ever. It changes no bits.
+A step of few rows is a chain of kernels of a few microseconds, and is a sixth shorter so. One of
+many rows is not: its kernels fill the device, and what starts early is in their way. A kernel that
+waits has waited, through the one before it, for all before that; kernels without any of this run
+between them as ever. It changes no bits.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -16,8 +18,10 @@ import triton
 import triton.language as tl
 
 LINE = 64  # bf16 numbers of a cache line
+_FEW_ROWS = 16
+_FETCHED_LINES, _FETCHED_SIZE = 32, 4 << 20
 
-_on = False
+_wanted = True
 
 
 @functools.cache
@@ -28,41 +32,47 @@ def dependent_launch_available() -> bool:
 
 
 def use_dependent_launch(on: bool) -> None:
-    """For every launch from now on, where the device can; graphs keep what they were captured
-    with.
-    """
-    global _on
-    _on = on and dependent_launch_available()
+    """On unless this says otherwise, for all launches from now on; graphs keep what they were
+    captured with."""
+    global _wanted
+    _wanted = on
 
 
-def flags() -> dict[str, bool]:
-    """The kernels' own flag, and the launcher's when it is set."""
-    return {"PDL": True, "launch_pdl": True} if _on else {"PDL": False}
+def flags(rows: int) -> dict[str, bool]:
+    """Of a launch over so many rows: the kernel's own flag, and the launcher's where it is set."""
+    on = _wanted and rows <= _FEW_ROWS and dependent_launch_available()
+    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Lets the next kernel start, and waits for the one before; first thing in a kernel."""
+    """Waits for the kernel before this one, and only then lets the next one start: two at a time
+    are enough to hide a launch, and more would take the memory's time from the one at work."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def fetch(weight, row, K: tl.constexpr, LINES: tl.constexpr):
-    """Asks for the first LINES lines (a power of two) of rows of bf16 weights [., K]."""
-    column = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
-    at = (weight + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    """Asks for rows of bf16 weights [., K]: the first LINES lines of each, a power of two or 0.
+    Programs of the same columns (axis 0) leave it to the first."""
+    if LINES:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            column = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
+            at = (weight + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.int64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [at],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
-def fetched_lines(k: int) -> int:
-    """How much of each row is worth asking for: all of a short one, the start of a long one."""
-    return min(int(triton.next_power_of_2(-(-k // LINE))), 32)
+def fetched_lines(n: int, k: int) -> int:
+    """How much of each row of a weight [n, k] is worth asking for: all of it where the weight is
+    small, nothing where it is not, since a long stream of weights needs no start."""
+    lines = int(triton.next_power_of_2(-(-k // LINE)))
+    return lines if lines <= _FETCHED_LINES and n * k <= _FETCHED_SIZE else 0

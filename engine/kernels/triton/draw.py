@@ -105,13 +105,13 @@ def draw(
     keys = rows.temperature, rows.seed, rows.choice, rows.index
     _segments[(segments, count)](
         logits, *keys, values, ids, tops, logits.stride(0), vocab, shift, segments, _SEGMENT,
-        num_warps=4, **flags(),
+        num_warps=4, **flags(count),
     )  # fmt: skip
     filters = rows.min_p, rows.top_k, rows.top_p
     some = rows.min_p is not None
     _choose[(count,)](
         logits, *keys, *(filters if some else keys[:3]), values, ids, tops, out, logits.stride(0),
         out.stride(0), vocab, shift, segments, triton.next_power_of_2(segments), some, _BLOCK,
-        num_warps=16 if some else 1, **flags(),
+        num_warps=16 if some else 1, **flags(count),
     )  # fmt: skip
     return out

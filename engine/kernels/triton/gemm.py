@@ -54,8 +54,8 @@ def launch(
         x, x if index is None else index, norm_weight, scales, weight,
         weight if bias is None else bias, out, rows, x.stride(0), out.stride(0), eps, n, k,
         norm is not None, scaled, gated, add, bias is not None, index is not None, tile.rows,
-        tile.n, tile.k, WIDEN_DOTS, fetched_lines(k), num_warps=tile.warps, num_stages=tile.stages,
-        **flags(),
+        tile.n, tile.k, WIDEN_DOTS, fetched_lines(*weight.shape), num_warps=tile.warps,
+        num_stages=tile.stages, **flags(rows),
     )  # fmt: skip
 
 

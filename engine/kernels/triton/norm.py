@@ -38,7 +38,7 @@ def rms_norm(
     block = triton.next_power_of_2(k)
     _rms_norm[(rows,)](
         x, x if index is None else index, weight, out, x.stride(0), eps, k, block,
-        index is not None, num_warps=min(max(block // 512, 1), 8), **flags(),
+        index is not None, num_warps=min(max(block // 512, 1), 8), **flags(rows),
     )  # fmt: skip
     return out
 
@@ -58,5 +58,5 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
     rows, k = ids.shape[0], table.shape[1]
     out = torch.empty(rows, k, dtype=torch.float32, device=table.device)
     if rows:
-        _embed[(rows, triton.cdiv(k, 1024))](ids, table, out, k, 1024, num_warps=4, **flags())
+        _embed[(rows, triton.cdiv(k, 1024))](ids, table, out, k, 1024, num_warps=4, **flags(rows))
     return out

@@ -33,7 +33,7 @@ def silu_mul(both: Tensor) -> Tensor:
     out = torch.empty(rows, n, dtype=both.dtype, device=both.device)
     if rows:
         grid = (rows, triton.cdiv(n, 1024))
-        _silu_mul[grid](both, out, n, 1024, num_warps=4, **flags())
+        _silu_mul[grid](both, out, n, 1024, num_warps=4, **flags(rows))
     return out
 
 

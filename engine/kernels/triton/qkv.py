@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.triton import gemm
-from engine.kernels.triton.dependent import flags, wait
+from engine.kernels.triton.dependent import fetch, fetched_lines, flags, wait
 from engine.kernels.triton.gemm import Norm
 from engine.kernels.triton.product import WIDEN_DOTS, row_scales, sums
 from engine.kernels.triton.store import put, qkv_store, turn
@@ -34,9 +34,8 @@ def _norm_qkv_store(
     x, norm, scales, weight, bias, cos, sin, positions, slots, cache_k, cache_v, q_out, rows,
     x_stride, eps, K: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     BIAS: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
     HALF: tl.constexpr = D // 2
     BLOCKS: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -44,6 +43,11 @@ def _norm_qkv_store(
     c = tl.program_id(1) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     n = head * D + c
     kept_m, kept_n = m < rows, c < HALF
+    if PDL:
+        column = head * D + tl.minimum(c, HALF - 1)
+        fetch(weight, column, K, LINES)
+        fetch(weight, column + HALF, K, LINES)
+    wait(PDL)
     k = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     w_at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -116,7 +120,8 @@ def norm_qkv_store(
         residual, norm_weight, scales, weight, weight if bias is None else bias, cos, sin,
         positions, slots, cache_k, cache_v, q, rows, residual.stride(0), eps, k, heads, kv_heads,
         dim, bias is not None, cache_k.dtype == torch.float8_e4m3fn, ROWS, tile.n, tile.k,
-        WIDEN_DOTS, num_warps=tile.warps, num_stages=tile.stages, **flags(),
+        WIDEN_DOTS, fetched_lines(n, k), num_warps=tile.warps, num_stages=tile.stages,
+        **flags(rows),
     )  # fmt: skip
     if many is None:
         return q

@@ -98,7 +98,7 @@ def qkv_store(
     _qkv_store[(rows, heads + 2 * kv_heads)](
         qkv, q_norm, k_norm, cos, sin, positions, slots, cache_k, cache_v, q, qkv.stride(0), eps,
         heads, kv_heads, dim, triton.next_power_of_2(dim // 2), norms is not None,
-        cache_k.dtype == torch.float8_e4m3fn, num_warps=1, **flags(),
+        cache_k.dtype == torch.float8_e4m3fn, num_warps=1, **flags(rows),
     )  # fmt: skip
     return q
 
@@ -150,5 +150,5 @@ def context_store(
     _context_store[(rows, cache.shape[0] * 2 * kv_heads)](
         kv, cos if k_norms is None else k_norms, cos, sin, positions, slots, cache, kv.stride(0),
         cache.stride(1), eps, kv_heads, dim, triton.next_power_of_2(dim // 2),
-        k_norms is not None, cache.dtype == torch.float8_e4m3fn, num_warps=1, **flags(),
+        k_norms is not None, cache.dtype == torch.float8_e4m3fn, num_warps=1, **flags(rows),
     )  # fmt: skip

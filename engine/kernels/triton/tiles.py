@@ -45,6 +45,7 @@ _SLIM = Tile(n=8, k=64, warps=2, stages=6)
 _HEAD = Tile(n=64, k=128, warps=2, stages=4)  # few steps of the depth, many columns
 # Large weights: many programs, each with enough under way to keep the memory busy.
 _LARGE = Tile(n=32, k=128, warps=2, stages=6)
+_NARROW = Tile(n=32, k=256, warps=2, stages=6)  # hardly one program a multiprocessor
 _FEW_COLUMNS, _SMALL_COLUMNS = 2048, 4096
 
 
@@ -55,7 +56,9 @@ def tile_of(n: int, k: int, dtype: torch.dtype, normed: bool = False) -> Tile:
     shallow = k <= FUSED_NORM_DEPTH
     if n < _FEW_COLUMNS or (shallow and n <= _SMALL_COLUMNS):
         return _SHALLOW if normed else _SLIM
-    return _HEAD if shallow else _LARGE
+    if shallow:
+        return _HEAD
+    return _LARGE if n > _SMALL_COLUMNS else _NARROW
 
 
 def half_tile(n: int, k: int, dtype: torch.dtype) -> Tile:
