@@ -70,7 +70,7 @@ def _octaves(a: int, b: int) -> int:
     return abs(max(a, 1).bit_length() - max(b, 1).bit_length())
 
 
-def line(points: list[tuple[int, float]], x: int) -> float:
+def line(points: list[tuple[int, float]], x: float) -> float:
     """Through rising points; flat below the first, never falling beyond the last."""
     if x <= points[0][0]:
         return points[0][1]

@@ -15,9 +15,9 @@ PLAIN, SEPARATE, COLOCATED = "plain", "separate", "co-located"
 _BITS_PER_MS = 1e6  # of one Gbit/s
 # Share of an exchange's work that a target has between two steps even if it asks nobody.
 TURN_SHARE = 0.4
-# What the services do for one more session in a round, by topology, in turns of a plain step: a
-# co-located round has a proposal to it, a separate one three services and the rows.
-_SESSION_TURNS = {PLAIN: 1, COLOCATED: 2, SEPARATE: 4}
+# What the services do for a session in a round, by topology, in turns of a plain step: a co-located
+# round has a proposal to it, a separate one three services and the rows.
+_TURNS = {PLAIN: 1, COLOCATED: 2, SEPARATE: 4}
 
 
 class StepTimes:
@@ -41,7 +41,7 @@ class StepTimes:
     def most_sessions(self) -> int:
         return self._levels[-1][0]
 
-    def ms(self, tokens: int, sessions: int) -> float:
+    def ms(self, tokens: float, sessions: int) -> float:
         points = [(level, line(times, tokens)) for level, times in self._levels]
         return line(points, sessions)
 
@@ -49,9 +49,9 @@ class StepTimes:
 @dataclass(frozen=True, slots=True)
 class Link:
     """`rtt_ms`: between the draft's host and the others; `target_rtt_ms`: between coordinator and
-    target; `exchange_ms`: what an exchange takes beside the wire, both ends together; `ahead`:
-    rounds that a target with its drafter inside goes on for by itself; `session_ms`: what the
-    services do for one more session in a plain round.
+    target; `exchange_ms`: what an exchange takes beside the wire, both ends together; `ahead`,
+    `free_run`: rounds that a target with its drafter inside, and one without a drafter, goes on for
+    by itself; `session_ms`: what the services do for one more session in a plain round.
     """
 
     rtt_ms: float = 0.0
@@ -60,21 +60,24 @@ class Link:
     target_rtt_ms: float = 0.0
     ahead: int = 8
     session_ms: float = 0.0
+    free_run: int = 32
 
     @property
     def turn_ms(self) -> float:
         """Between two steps of a target that goes on by itself."""
         return TURN_SHARE * self.exchange_ms
 
-    @property
-    def colocated_ms(self) -> float:
-        """The exchanges of one co-located round, on average: one in `ahead` + 1 is waited for."""
+    def outside_ms(self, topology: str, sessions: int, device_ms: float) -> float:
+        """What a round takes beyond the `device_ms` of both forwards, on average."""
+        more = (sessions - 1) * self.session_ms
         asked = self.exchange_ms + self.target_rtt_ms
-        return self.turn_ms + (asked - self.turn_ms) / (1 + self.ahead)
-
-    def sessions_ms(self, topology: str, sessions: int) -> float:
-        """What the services do for the sessions of a round beyond the first."""
-        return (sessions - 1) * _SESSION_TURNS[topology] * self.session_ms
+        if topology == SEPARATE:
+            return asked + self.exchange_ms + self.rtt_ms + _TURNS[SEPARATE] * more
+        turns = _TURNS[topology] * (self.turn_ms + more)
+        wait = asked - self.turn_ms
+        # Nobody waits for a session that has to be asked: it misses a round of the others.
+        missed = max(wait, device_ms + turns) if sessions > 1 else wait
+        return turns + missed / (1 + (self.free_run if topology == PLAIN else self.ahead))
 
     def transfer_ms(self, bytes_: float) -> float:
         return bytes_ * 8 / (self.bandwidth_gbit * _BITS_PER_MS)
@@ -119,17 +122,17 @@ def tau(chances: Sequence[float], k: int) -> float:
 
 
 def plain(work: Work, link: Link) -> Round:
-    """Decoding without a draft; the target runs ahead, so no exchange is waited for."""
+    """Decoding without a draft; the target runs ahead, so exchanges are hardly waited for."""
     step = work.verify.ms(0, work.batch)
-    turn = link.turn_ms + link.sessions_ms(PLAIN, work.batch)
-    return _round(PLAIN, work, 0, 1.0, 1, (step, 0.0, turn, 0.0), step + turn)
+    outside = link.outside_ms(PLAIN, work.batch, step)
+    return _round(PLAIN, work, 0, 1.0, 1, (step, 0.0, outside, 0.0), step + outside)
 
 
 def colocated(work: Work, link: Link, k: int) -> Round:
     """Verify and draft take turns on one device. An exchange brings verdict and proposal, and most
     rounds need none."""
     verify, draft = work.verify.ms(k, work.batch), work.colocated_draft.ms(k, work.batch)
-    exchanges = link.colocated_ms + link.sessions_ms(COLOCATED, work.batch)
+    exchanges = link.outside_ms(COLOCATED, work.batch, verify + draft)
     parts = (verify, draft, exchanges, 0.0)
     return _round(COLOCATED, work, k, work.taus[k], 1, parts, sum(parts))
 
@@ -173,11 +176,10 @@ def _separate(
     that a cycle of all groups takes because one device or the wire does nothing else."""
     sessions = -(-work.batch // groups)
     verify, draft = work.verify.ms(k, sessions), work.draft.ms(k, sessions)
-    to_target = link.exchange_ms + link.target_rtt_ms
-    exchanges = to_target + link.exchange_ms + link.rtt_ms + link.sessions_ms(SEPARATE, sessions)
+    exchanges = link.outside_ms(SEPARATE, sessions, verify + draft)
     transfer = link.transfer_ms(sessions * work.taus[k] * work.row_bytes)
     # Rows leave with the verdict, which has the coordinator to pass through on its way.
-    wait = max(0.0, transfer - to_target / 2)
+    wait = max(0.0, transfer - (link.exchange_ms + link.target_rtt_ms) / 2)
     busy = groups * max(verify, draft, transfer)
     return (verify, draft, exchanges, wait), busy
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from coordinator.bench_report import console
 from coordinator.footprint import DTYPE_BYTES, Footprint, Room, read_footprint, rooms
 from coordinator.topology import Link, Work
 from coordinator.topology_inputs import Workers, ask, row_bytes, taus_of, work
+from coordinator.topology_measured import read_report
 from coordinator.topology_report import Report, compare
 from specwire.errors import Reason, SpecwireError
 
@@ -49,6 +51,9 @@ def plan(
         int,
         typer.Option(min=0, help="Rounds that a target with its draft inside goes on by itself."),
     ] = 8,
+    free_run: Annotated[
+        int, typer.Option(min=0, help="Steps that a target without a draft goes on by itself.")
+    ] = 32,
     session_ms: Annotated[
         float, typer.Option(help="What the services do for one more session in a plain round.")
     ] = 0.05,
@@ -81,7 +86,8 @@ def plan(
     from_bench: Annotated[
         Path | None,
         typer.Option(
-            help="Report of `specwire bench --json`: predictions beside what it measured."
+            help="Report of `specwire bench --json` or `tests.load.sessions --json`: predictions "
+            "beside what it measured."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -96,32 +102,42 @@ def plan(
     \b
       specwire plan --from 10.0.0.1:7001 --from 10.0.0.2:7002 --acceptance 0.66,0.58,0.52
       specwire plan --from-bench out.json
+      specwire plan --from-bench sessions.json --k 7 --plain-ms 1:17 --verify-ms 1:20 --draft-ms 1:5
       specwire plan --k 7 --tau 2.7 --verify-ms 20 --plain-ms 17 --draft-ms 5 --rtt-ms 2
       specwire plan --target ./8B --draft ./8B-DFlash --from gpu:7001 --memory-gb 80 --k 7 --tau 4
     """
-    if from_bench is not None:
-        _show_check(check.predict(check.read_report(from_bench), draft_ahead), as_json)
-        return
     _check(kv_dtype, rtt_ms, bandwidth_gbit, exchange_ms, target_rtt_ms, session_ms)
-    sizes = _sizes(target, draft, kv_dtype)
     told = ask(workers or (), method)
-    most = min(told.most_k, sizes[1].max_draft_tokens or told.most_k) if sizes else told.most_k
-    each_row = row_bytes(told, *(sizes or (None, None)))
-    load = work(
+    timed = partial(
+        work,
         told,
-        taus_of(k, tau, acceptance, most),
-        batch,
-        context_tokens,
-        each_row,
         plain_ms=plain_ms,
         verify_ms=verify_ms,
         draft_ms=draft_ms,
         colocated_draft_ms=colocated_draft_ms,
     )
-    rtt = _rtt(rtt_ms, told, exchange_ms)
-    link = Link(rtt, bandwidth_gbit, exchange_ms, target_rtt_ms, draft_ahead, session_ms)
+    link = Link(
+        rtt_ms or 0.0, bandwidth_gbit, exchange_ms, target_rtt_ms, draft_ahead, session_ms, free_run
+    )
+    if from_bench is not None:
+        found = read_report(from_bench)
+        given = _given_times(timed, k, context_tokens) if verify_ms or workers else None
+        _show_check(check.predict(found, link, given, method), as_json)
+        return
+    sizes = _sizes(target, draft, kv_dtype)
+    most = min(told.most_k, sizes[1].max_draft_tokens or told.most_k) if sizes else told.most_k
+    each_row = row_bytes(told, *(sizes or (None, None)))
+    load = timed(taus_of(k, tau, acceptance, most), batch, context_tokens, each_row)
+    link = replace(link, rtt_ms=_rtt(rtt_ms, told, exchange_ms))
     report = compare(load, link, _rooms(sizes, memory_gb, draft_memory_gb))
     _show(report, load, link, told, as_json)
+
+
+def _given_times(timed: Callable[..., Work], k: int | None, context_tokens: int) -> Work:
+    """Step times for modes that were measured, whose tokens a round are known."""
+    if k is None:
+        raise SpecwireError.field("--k", "unset", "of which K the given times are")
+    return timed({k: 1.0}, 1, context_tokens, 0)
 
 
 def _show(report: Report, load: Work, link: Link, told: Workers, as_json: bool) -> None:
@@ -133,7 +149,7 @@ def _show(report: Report, load: Work, link: Link, told: Workers, as_json: bool) 
 
 def _show_check(predicted: Sequence[check.Predicted], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([{**asdict(one), "error": one.error} for one in predicted]))
+        print(json.dumps([one.to_json() for one in predicted]))
         return
     view.show_check(console(), predicted)
 

@@ -24,17 +24,19 @@ def show(out: Console, report: Report, work: Work, link: Link, names: Sequence[s
 
 
 def show_check(out: Console, predicted: Sequence[Predicted]) -> None:
-    table = Table(title="the cost model beside a bench run", title_justify="left")
+    table = Table(title="the cost model beside what was measured", title_justify="left")
     table.add_column("mode")
     table.add_column("with times of")
-    for header in ("K", "tau", "round ms", "model", "tok/s", "model", "off"):
+    for header in ("sessions", "K", "tau", "round ms", "model", "tok/s", "model", "off"):
         table.add_column(header, justify="right")
     for one in predicted:
         found = one.measured
-        cells = (found.k, found.tau, 1e3 * found.tau / found.tokens_per_s, one.round_ms)
+        round_ms = 1e3 * found.sessions * found.tau / found.tokens_per_s
+        cells = (found.k, found.tau, round_ms, one.round_ms)
         table.add_row(
             found.label,
             one.source,
+            str(found.sessions),
             *(f"{cell:.2f}" for cell in cells),
             f"{found.tokens_per_s:.1f}",
             f"{one.tokens_per_s:.1f}",

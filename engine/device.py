@@ -117,6 +117,7 @@ def numerics_fingerprint(
     parts = (
         *_hardware(mode, device),
         torch.__version__,
+        *_compiler(mode, device),
         str(weight_dtype(config.dtype)),
         config.kv_dtype,  # concrete by now
         mode,
@@ -132,6 +133,13 @@ def _hardware(mode: Mode, device: torch.device) -> tuple[str, ...]:
         return (torch.cuda.get_device_name(device), str(torch.version.cuda))
     threads = "any" if mode == "native" else str(torch.get_num_threads())
     return (platform.machine(), torch.backends.cpu.get_cpu_capability(), threads)
+
+
+def _compiler(mode: Mode, device: torch.device) -> tuple[str, ...]:
+    """Of kernels that are made where they run, attention's among them."""
+    if device.type != "cuda" and mode != "triton":
+        return ()
+    return (f"triton {triton.version()}",)
 
 
 def device_name(device: torch.device) -> str:

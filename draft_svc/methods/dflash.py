@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from draft_svc.context_names import ContextNames
 from draft_svc.costs import first_runs, measure
@@ -27,21 +25,18 @@ from draft_svc.methods.base import (
     MethodInfo,
     Request,
     RowBlock,
-    RowNeeds,
 )
 from draft_svc.methods.dflash_context import DFlashContext, nonempty
+from draft_svc.methods.dflash_info import info_of
+from draft_svc.methods.host_draws import draft_on_host
 from engine.api import Sampling
-from engine.attention.base import LayerMode
 from engine.block_step import Wanted
-from engine.device import device_name
 from engine.errors import OutOfPages
-from engine.kernels.cpu import ops
 from engine.kv.pool import PoolStats
 from engine.kv.prefix import chain_root
-from engine.models.dflash import Block, own_chances
+from engine.models.dflash import Block
 from engine.models.draft_context import ContextRows
 from engine.models.draft_loading import LoadedDraft
-from engine.sampling import Draw, draw
 
 # Rows that one forward writes at most.
 _FORWARD_ROWS = 512
@@ -68,29 +63,7 @@ class DFlashMethod(Method[DFlashContext]):
         self._names = ContextNames(loaded.model.pool.page_tokens)
         self._row_width = config.row_width
         self._max_length = min(max_length or config.max_positions, config.max_positions)
-        self._info = MethodInfo(
-            method=self.name,
-            name=loaded.name,
-            max_draft_tokens=min(max_draft_tokens, loaded.model.max_draft_tokens),
-            max_length_tokens=self._max_length,
-            fingerprint=loaded.fingerprint,
-            rows=RowNeeds(tap_ids=config.tap_ids, width=config.row_width),
-            target_hidden_size=config.target_hidden_size,
-            target_layer_count=config.target_layer_count,
-            target_vocab_size=config.vocab_size,
-            target_fingerprint=loaded.target_fingerprint,
-            tokenizer_hash=tokenizer_hash,
-            slot_mode=config.slot_mode,
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-            d2t_hash=loaded.model.vocabulary.d2t_hash,
-            rope_style=config.rope_style,
-            rope_theta=config.rope.theta,
-            rope_scaling=config.rope.described,
-            device=device_name(loaded.model.device),
-            attention=loaded.model.attention,
-            layer_attention=tuple(map(_describe, config.modes)),
-        )
+        self._info = info_of(self.name, loaded, max_draft_tokens, self._max_length, tokenizer_hash)
 
     @property
     def info(self) -> MethodInfo:
@@ -220,26 +193,11 @@ class DFlashMethod(Method[DFlashContext]):
         if self._stepper is not None:
             found = self._stepper.run(wanted, self._confidences)
             return [Draft(own.ids, own.confidences) for own in found]
-        return self._draft_by_hand(wanted)
+        return self._draft_on_host(wanted)
 
-    def _draft_by_hand(self, wanted: Sequence[Wanted]) -> list[Draft]:
+    def _draft_on_host(self, wanted: Sequence[Wanted]) -> list[Draft]:
         """The same with the draws made on the host."""
-        widest = max(own.k for own in wanted)
-        logits = self._model.propose_logits([own.block for own in wanted], widest)
-        asked = torch.cat([logits[i, : own.k] for i, own in enumerate(wanted)])
-        draws = [
-            Draw(own.sampling, own.block.start + slot)
-            for own in wanted
-            for slot in range(1, own.k + 1)
-        ]
-        tokens, _ = draw(asked, draws, False, ops.gumbel_argmax)
-        confidences = probabilities(asked, draws, tokens) if self._confidences else []
-        drafts, first = [], 0
-        for own in wanted:
-            last = first + own.k
-            drafts.append(Draft(tuple(tokens[first:last]), tuple(confidences[first:last])))
-            first = last
-        return drafts
+        return draft_on_host(self._model, wanted, self._confidences)
 
     def close(self, context: DFlashContext) -> None:
         self._unwritten.pop(context, None)
@@ -280,16 +238,3 @@ def wanted_of(requests: Sequence[Request[DFlashContext]]) -> list[Wanted]:
         for request in requests
         for c in [request.context]
     ]
-
-
-def probabilities(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[float]:
-    """The draft's own probability of each token at its temperature, filters left out."""
-    temperatures = torch.tensor([d.sampling.temperature for d in draws], device=logits.device)
-    chosen = torch.tensor(tokens, device=logits.device)
-    chances: list[float] = own_chances(logits, chosen, temperatures).tolist()
-    return chances
-
-
-def _describe(mode: LayerMode) -> str:
-    kind = "causal" if mode.causal else "non-causal"
-    return kind if mode.window is None else f"{kind} window={mode.window}"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from draft_svc.methods.base import Draft
-from draft_svc.methods.dflash import DFlashMethod, probabilities
+from draft_svc.methods.dflash import DFlashMethod
+from draft_svc.methods.host_draws import probabilities
 from engine.block_step import Wanted
 from engine.kernels.cpu import ops
 from engine.models.draft_loading import LoadedDraft
@@ -51,7 +52,7 @@ class DSparkMethod(DFlashMethod):
         name = f"{loaded.name} ({markov.kind} Markov head, rank {markov.rank})"
         self._info = replace(self._info, name=name)
 
-    def _draft_by_hand(self, wanted: Sequence[Wanted]) -> list[Draft]:
+    def _draft_on_host(self, wanted: Sequence[Wanted]) -> list[Draft]:
         drawn: list[list[Draw]] = []
 
         def draw_slot(slot: int, logits: Tensor) -> Tensor:

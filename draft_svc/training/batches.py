@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,3 +160,17 @@ class Batches:
 
 def _padded(value: int, to: int) -> int:
     return -(-value // to) * to
+
+
+def ahead(source: Iterator[tuple[Batch, Place]], depth: int = 4) -> Iterator[tuple[Batch, Place]]:
+    """Builds the next batches in a thread while the device works."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = deque(pool.submit(next, source) for _ in range(depth))
+        try:
+            while True:
+                ready = waiting.popleft().result()
+                waiting.append(pool.submit(next, source))
+                yield ready
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -22,6 +22,15 @@ class EvalPrompt:
     ids: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Held-out prompts of the real loop."""
+
+    prompts: Sequence[EvalPrompt]
+    stop_ids: Sequence[int]
+    max_new: int = 128
+
+
 @dataclass(slots=True)
 class SetReport:
     """One category at one temperature. tau: tokens per verify round of all outputs that do not

@@ -150,10 +150,12 @@ def ops_for(device: torch.device, head_dim: int) -> Ops:
     if device.type != "cuda":
         return TORCH
     from draft_svc.training import triton_kernels as t
+    from draft_svc.training import triton_loss as loss
 
     powers = head_dim & (head_dim - 1) == 0 and head_dim >= 16
     attention = t.decode_attention if powers else None
-    return Ops(t.add_rms_norm, t.silu_mul, t.rope_, attention, t.choose, t.loss_stats, t.loss_grad_)
+    own = t.add_rms_norm, t.silu_mul, t.rope_, attention, t.choose
+    return Ops(*own, loss.loss_stats, loss.loss_grad_)
 
 
 def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from draft_svc.training.batches import BatchOptions
 from draft_svc.training.chat import Chat
-from draft_svc.training.evaluate import EvalPrompt, SetReport, table
+from draft_svc.training.evaluate import EvalPrompt, Gate, SetReport, table
 from draft_svc.training.export import MAX_BYTES, export, load_export, read_spec
 from draft_svc.training.generate import GenerateOptions, generate, weights_sha256
 from draft_svc.training.kernels import LossMix
@@ -22,9 +22,10 @@ from draft_svc.training.net import TargetNet
 from draft_svc.training.objective import LossOptions
 from draft_svc.training.opening import eval_prompts, open_target, say, stop_ids
 from draft_svc.training.prompts import KINDS
+from draft_svc.training.schedule import TrainOptions
 from draft_svc.training.shards import Corpus, Manifest, load_corpus, read_manifest
 from draft_svc.training.spec import DraftSpec, parse_spec
-from draft_svc.training.trainer import Gate, Trainer, TrainOptions
+from draft_svc.training.trainer import Trainer
 from engine.errors import CheckpointError
 
 PROGRAM = "python -m draft_svc.training"

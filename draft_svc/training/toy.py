@@ -26,9 +26,10 @@ from draft_svc.training.evaluate import EvalPrompt, SetReport, evaluate, table
 from draft_svc.training.export import export
 from draft_svc.training.generate import GenerateOptions, generate, weights_sha256
 from draft_svc.training.net import load_target
+from draft_svc.training.schedule import TrainOptions
 from draft_svc.training.shards import Manifest, load_corpus
 from draft_svc.training.spec import parse_spec
-from draft_svc.training.trainer import Trainer, TrainOptions
+from draft_svc.training.trainer import Trainer
 from engine.models.config import ModelConfig, from_hf
 from engine.models.rope import rope_tables
 

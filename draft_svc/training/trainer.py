@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,81 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_svc.training.batches import Batch, Batches, BatchOptions, Place
+from draft_svc.training.batches import Batch, Batches, Place, ahead
 from draft_svc.training.draft import DraftNet, block_attention
-from draft_svc.training.evaluate import EvalPrompt, SetReport, evaluate
+from draft_svc.training.evaluate import Gate, SetReport, evaluate
 from draft_svc.training.net import TargetNet
-from draft_svc.training.objective import Head, LossOptions, gather_slots, run_heads
+from draft_svc.training.objective import Head, gather_slots, run_heads
+from draft_svc.training.schedule import TrainOptions, optimizers, schedule
 from draft_svc.training.shards import Corpus
 from draft_svc.training.spec import DraftSpec
 from engine.errors import CheckpointError
 
 _SCALE_BATCHES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """`steps` > 0 makes the schedule follow steps; otherwise it follows `minutes` of training.
-    `stop_after_minutes` ends this call early (0: never); a later call goes on where it stopped.
-    """
-
-    minutes: float = 10.0
-    steps: int = 0
-    stop_after_minutes: float = 0.0
-    lr: float = 1.5e-3
-    final_lr: float = 0.05
-    warmup: float = 0.02
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    optimizer: str = "adamw"
-    seed: int = 0
-    gate_minutes: float = 2.0
-    checkpoint_minutes: float = 4.0
-    batches: BatchOptions = field(default_factory=BatchOptions)
-    loss: LossOptions = field(default_factory=LossOptions)
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """Held-out prompts of the real loop."""
-
-    prompts: Sequence[EvalPrompt]
-    stop_ids: Sequence[int]
-    max_new: int = 128
-
-
-def schedule(progress: float, options: TrainOptions) -> float:
-    """Factor of the learning rate: linear warm-up, cosine down to `final_lr`."""
-    if progress < options.warmup:
-        return max(progress / options.warmup, 0.01)
-    done = min((progress - options.warmup) / (1 - options.warmup), 1.0)
-    return options.final_lr + (1 - options.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def optimizers(draft: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
-    """AdamW for everything; with "muon", Muon for the matrices of the body and AdamW for the
-    rest. Muon's step is scaled to AdamW's size, so one learning rate serves both."""
-    matrices: list[Tensor] = []
-    rest: list[Tensor] = []
-    for name, parameter in draft.p.items():
-        body = name.startswith(("layers.", "fc.")) and parameter.dim() == 2
-        (matrices if body and options.optimizer == "muon" else rest).append(parameter)
-    fused = draft.device.type == "cuda"
-    found: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            rest, options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay, fused=fused
-        )
-    ]
-    if matrices:
-        found.append(
-            torch.optim.Muon(
-                matrices,
-                options.lr,
-                weight_decay=options.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    return found
 
 
 class Trainer:
@@ -213,7 +147,7 @@ class Trainer:
         begun = told = gated = saved = time.monotonic()
         before, idle = self.elapsed, 0.0
         told_tokens, told_blocks, told_step = self.tokens, self.blocks, self.step
-        feed = _ahead(self.batches.stream(self.place))
+        feed = ahead(self.batches.stream(self.place))
         while True:
             now = time.monotonic()
             self.elapsed = before + now - begun - idle
@@ -319,17 +253,3 @@ class Trainer:
 
 def _numbers(found: Sequence[dict[str, Tensor]]) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in each.items()} for each in found]
-
-
-def _ahead(source: Iterator[tuple[Batch, Place]], depth: int = 4) -> Iterator[tuple[Batch, Place]]:
-    """Builds the next batches in a thread while the device works."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting = deque(pool.submit(next, source) for _ in range(depth))
-        try:
-            while True:
-                ready = waiting.popleft().result()
-                waiting.append(pool.submit(next, source))
-                yield ready
-        finally:
-            for future in waiting:
-                future.cancel()

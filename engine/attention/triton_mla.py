@@ -72,6 +72,7 @@ class TritonMla(TritonPaged):
         fixed = {
             "HEADS": self.query_heads, "BLOCK_D": self._block, "M": tiles.rows, "N": tiles.keys,
             "CHUNK": tiles.chunk, "CAUSAL": mode.causal, "LSE": lse is not None,
+            "enable_fp_fusion": False,  # as in TRITON_ATTN: the variants must round alike
         }  # fmt: skip
         _attend_latent[(1, plan.programs)](
             q, values, scales, rope, out, logs, plan.sums, plan.parts, plan.words, plan.items_at,

@@ -7,6 +7,7 @@ the residual stream itself, so there is never a delta.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,9 +66,13 @@ class TritonKernels(Kernels):
     loose_rows: int = 64
 
     def loose(self, rows: int) -> Kernels | None:
+        return self._loose if rows >= self.loose_rows else None
+
+    @cached_property
+    def _loose(self) -> Kernels:
         from engine.models.loose_kernels import loose_kernels  # made of these
 
-        return loose_kernels(self) if rows >= self.loose_rows else None
+        return loose_kernels(self)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return norm.embed(ids, table)

@@ -48,7 +48,8 @@ async def generate_all(
         return await asyncio.gather(*calls)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+# Greedy text is compared in the run of the bench below.
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 async def test_both_topologies_give_the_text_of_plain_decoding(
     deployment: LocalDeployment,
     colocated: LocalDeployment,

@@ -50,6 +50,12 @@ async def plain_ids(
 
 
 @pytest.fixture(scope="module")
+def some(prompts: list[Prompt]) -> list[Prompt]:
+    """Half of each category, all at once."""
+    return prompts[::2]
+
+
+@pytest.fixture(scope="module")
 def known() -> References:
     """What plain decoding gave, kept between the tests."""
     return {}
@@ -61,30 +67,43 @@ def assert_speculated(found: Sequence[Generation]) -> None:
     assert accepted > 0, [dict(generation.acceptance.fallbacks) for generation in found]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(
-    ("method", "k"),
-    [
-        ("ngram", 7),
-        ("dflash", 1),
-        ("dflash", 3),
-        ("dspark", 7),
-        # As a request gets it that says nothing: K is chosen for each round.
-        ("hybrid", None),
+# Method, K and temperature; K None is what a request gets that says nothing: chosen for each round.
+# Every method and temperature, both ways of choosing K; below, a draft dies at dflash and 3.
+QUICK = (
+    ("ngram", 7, 0.8),
+    ("dflash", 1, 0.0),
+    ("dspark", 7, 0.0),
+    ("hybrid", None, 0.8),
+    ("dspark", None, 0.8),
+)
+GRID = tuple(
+    (*drafter, temperature)
+    for drafter in (
+        ("ngram", 7), ("dflash", 1), ("dflash", 3), ("dspark", 7), ("hybrid", None),
         ("dspark", None),
+    )
+    for temperature in (0.0, 0.8)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "temperature"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in QUICK),
     ],
 )
 async def test_the_drafter_never_changes_a_token(
     deployment: LocalDeployment,
-    prompts: list[Prompt],
+    some: list[Prompt],
     known: References,
     method: str,
     k: int | None,
     temperature: float,
 ) -> None:
     """K is fixed, or chosen round by round."""
-    expected = await plain_ids(deployment, prompts, temperature, known)
-    found = await generate_all(deployment.address, prompts, temperature, method, k)
+    expected = await plain_ids(deployment, some, temperature, known)
+    found = await generate_all(deployment.address, some, temperature, method, k)
     assert [generation.token_ids for generation in found] == expected
     assert {generation.acceptance.method for generation in found} == {method}
     assert max(max(g.acceptance.per_step_drafted, default=0) for g in found) <= (k or 7)
@@ -92,11 +111,11 @@ async def test_the_drafter_never_changes_a_token(
 
 
 async def test_alone_and_in_company_are_the_same(
-    deployment: LocalDeployment, prompts: list[Prompt], known: References
+    deployment: LocalDeployment, some: list[Prompt], known: References
 ) -> None:
-    expected = await plain_ids(deployment, prompts, 0.8, known)
-    for at in (0, 5, 11):
-        alone = await generate_all(deployment.address, prompts[at : at + 1], 0.8, "dflash", 5)
+    expected = await plain_ids(deployment, some, 0.8, known)
+    for at in (0, 2, 5):
+        alone = await generate_all(deployment.address, some[at : at + 1], 0.8, "dflash", 5)
         assert alone[0].token_ids == expected[at]
 
 
@@ -132,15 +151,15 @@ async def draft_is(deployment: LocalDeployment, ready: bool) -> None:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 async def test_a_killed_draft_costs_speed_only(
-    deployment: LocalDeployment, prompts: list[Prompt], known: References, temperature: float
+    deployment: LocalDeployment, some: list[Prompt], known: References, temperature: float
 ) -> None:
-    expected = await plain_ids(deployment, prompts, temperature, known)
+    expected = await plain_ids(deployment, some, temperature, known)
     at_round = random.randint(1, 15)
     print(f"killing the draft at round {at_round}")  # shown when the test fails
     try:
-        ended = await stream_and_kill(deployment, prompts, temperature, at_round)
+        ended = await stream_and_kill(deployment, some, temperature, at_round)
     finally:
         process = deployment.children["draft_svc"].process
         process.kill()
@@ -151,7 +170,7 @@ async def test_a_killed_draft_costs_speed_only(
     assert any(final.acceptance.fallbacks for _, final in ended)
 
     await asyncio.wait_for(draft_is(deployment, ready=True), 30)
-    again = await generate_all(deployment.address, prompts, temperature, "dflash", 3)
+    again = await generate_all(deployment.address, some, temperature, "dflash", 3)
     assert [generation.token_ids for generation in again] == expected
     assert all(generation.acceptance.method == "dflash" for generation in again)
     assert_speculated(again)

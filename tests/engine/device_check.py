@@ -14,6 +14,7 @@ if "--cuda" not in sys.argv:
 from engine.api import Item, Sampling
 from engine.models.loose_kernels import LooseKernels
 from engine.runner import NativeEngine
+from tests.engine.interpreter import make_quicker
 from tests.engine.tiny import load_tiny, write_model
 
 DEVICE = "cuda" if "--cuda" in sys.argv else "cpu"
@@ -25,7 +26,7 @@ def tokens(
     engine: NativeEngine,
     sampling: Sampling,
     drafts: list[int],
-    count: int = 4,
+    count: int = 3,
     exact: bool = True,
 ) -> list[int]:
     """After a prompt of 11 tokens, beside another session, with drafts that are mostly wrong."""
@@ -67,6 +68,8 @@ def chosen_on_the_host(engine: NativeEngine) -> None:
 
 
 def main() -> None:
+    if DEVICE == "cpu":
+        make_quicker()
     with tempfile.TemporaryDirectory() as scratch:
         write_model(Path(scratch), "qwen3", head_dim=16, num_hidden_layers=3)
         options = {"device": DEVICE, "kv_pages": 16, "max_length": 64}
@@ -82,7 +85,8 @@ def main() -> None:
         # Products by torch, as steps of many rows have them that need not be exact.
         model = fused._model
         model.kernels = replace(model.kernels, loose_rows=1)
-        assert isinstance(model.kernels.loose(1), LooseKernels)
+        loose = model.kernels.loose(1)
+        assert isinstance(loose, LooseKernels) and model.kernels.loose(2) is loose
         assert tokens(fused, SAMPLED, [7, 8], 2, exact=False) == expected[:2]
     print("equal")
 

@@ -14,6 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
+from tests.engine.interpreter import make_quicker
+
 
 def run(module: str, *only: str) -> dict[str, str]:
     """Name of every check of `module`, or of those named, and what went wrong, "" for nothing."""
@@ -27,6 +29,7 @@ def run(module: str, *only: str) -> dict[str, str]:
 
 
 def main() -> None:
+    make_quicker()
     module, found = importlib.import_module(sys.argv[1]), {}
     names = sys.argv[2:] or [name for name in vars(module) if name.startswith("check_")]
     for name in names:

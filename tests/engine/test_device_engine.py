@@ -11,6 +11,8 @@ import torch
 from engine.config import EngineConfig
 from engine.device import kernel_mode, numerics_fingerprint, resolve_device
 from engine.errors import BackendUnavailable
+from engine.kernels import triton
+from engine.linear import Mode
 
 
 def run(*arguments: str) -> None:
@@ -41,6 +43,9 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
         kernel_mode("native", resolve_device("cpu").__class__("cuda"))
 
 
+MODES: tuple[Mode, ...] = ("native", "torch", "triton")
+
+
 def test_equal_gpus_of_a_host_compute_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that must stay exact may go on at the one when the other is lost."""
     names = {0: "GPU A", 1: "GPU A", 2: "GPU B"}
@@ -50,3 +55,15 @@ def test_equal_gpus_of_a_host_compute_alike(monkeypatch: pytest.MonkeyPatch) -> 
         for index in names
     )
     assert first == second != other
+
+
+def test_another_triton_may_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it compiles the kernels, and there only."""
+    found = []
+    for version in ("3.6.0", "3.7.0"):
+        monkeypatch.setattr(triton, "version", lambda version=version: version)
+        found.append(
+            [numerics_fingerprint(EngineConfig(), mode, torch.device("cpu"), "X") for mode in MODES]
+        )
+    changed = {mode for mode, *pair in zip(MODES, *found, strict=True) if pair[0] != pair[1]}
+    assert changed == {"triton"}

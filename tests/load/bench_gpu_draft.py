@@ -12,7 +12,6 @@ decoding. --tiny does the checks on random small drafts, under the interpreter.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -20,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,16 @@ if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from draft_svc.loading import DEFAULT_DRAFT, DEFAULT_DSPARK
 from draft_svc.methods.base import Draft
-from draft_svc.methods.dflash import DFlashMethod
-from draft_svc.methods.dspark import DSparkMethod
 from engine.api import Sampling
 from engine.block_step import Wanted
 from engine.config import EngineConfig
-from engine.errors import CheckpointError
 from engine.models.dflash import Block, DFlashModel
 from engine.models.draft_context import ContextRows
-from engine.models.draft_loading import DraftTarget, load_draft
-from engine.models.draft_options import DFlashOptions
 from tests.load import colocated_draft
 from tests.load.colocated_draft import Pair
+from tests.load.draft_setups import Setup, real_setups, tiny_setups
 from tests.load.random_pair import write_target
 
 FP32: dict[str, Any] = {"weight_dtype": torch.float32}
@@ -55,32 +48,6 @@ SAMPLINGS = (
     Sampling(temperature=0.7, seed=2**63 + 9, min_p=0.02),
     Sampling(temperature=1.0, seed=77),
 )
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A draft's checkpoint and its target's, and where they run."""
-
-    name: str
-    method: str
-    draft: Path
-    target: str
-    device: torch.device
-    pages: int
-
-    def load(self, **options: Any) -> DFlashMethod:
-        chosen: dict[str, Any] = {"kernels": "triton", "attention_backend": "TRITON_ATTN"}
-        chosen |= {"device": self.device, "page_count": self.pages}
-        wanted = DFlashOptions(**chosen | options)
-        target = DraftTarget(self.target, wanted.weight_dtype)
-        kind = DSparkMethod if self.method == "dspark" else DFlashMethod
-        return kind(
-            load_draft(self.draft, target, wanted, self.method),
-            max_draft_tokens=64,
-            max_length=None,
-            tokenizer_hash="",
-            confidences=True,
-        )
 
 
 def rows(model: DFlashModel, count: int, seed: int) -> torch.Tensor:
@@ -211,66 +178,6 @@ def checked(setup: Setup, lengths: Sequence[int]) -> None:
         print(f"{setup.name}  {name}: {value}", flush=True)
         if value is False:
             FAILED.append(f"{setup.name} {name}")
-
-
-def random_target(directory: Path, shape: dict[str, Any]) -> None:
-    """As much of a Llama as a draft reads."""
-    directory.mkdir()
-    hidden, vocab = shape["hidden_size"], shape["vocab_size"]
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": shape["intermediate_size"], "vocab_size": vocab,
-        "num_hidden_layers": shape["num_target_layers"], "num_attention_heads": 9,
-        "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
-        "max_position_embeddings": 8192, "tie_word_embeddings": True, "bos_token_id": 1,
-        "eos_token_id": 2, "pad_token_id": 2, "hidden_act": "silu",
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
-    embedding = torch.randn(vocab, hidden) / hidden**0.5
-    save_file({"model.embed_tokens.weight": embedding.bfloat16()}, directory / "model.safetensors")
-
-
-def random_draft(shipped: Path, directory: Path) -> None:
-    """The shape of a shipped draft."""
-    directory.mkdir()
-    state = load_file(shipped / "model.safetensors")
-    for name, tensor in state.items():
-        fresh = torch.randn(tensor.shape) / tensor.shape[-1] ** 0.5
-        state[name] = (fresh if tensor.dim() > 1 else 1 + fresh).to(tensor.dtype)
-    save_file(state, directory / "model.safetensors")
-    (directory / "config.json").write_text((shipped / "config.json").read_text())
-
-
-def real_setups(folder: Path, target: str) -> list[Setup]:
-    device = torch.device("cuda", 0)
-    torch.manual_seed(3)
-    shape = json.loads((DEFAULT_DRAFT / "config.json").read_text())
-    random_target(folder / "target", shape)
-    found = []
-    for method, shipped in (("dflash", DEFAULT_DRAFT), ("dspark", DEFAULT_DSPARK)):
-        random_draft(shipped, folder / method)
-        own = folder / method, str(folder / "target"), device, 8192
-        found.append(Setup(f"random {method}", method, *own))
-        try:
-            DraftTarget(target)
-            own = shipped, target, device, 8192
-        except CheckpointError as error:
-            print(f"random embedding: {error}")
-            own = shipped, str(folder / "target"), device, 8192
-        found.append(Setup(f"shipped {method}", method, *own))
-    return found
-
-
-def tiny_setups(folder: Path) -> list[Setup]:
-    from tests.engine.test_dialects import CASES
-    from tests.engine.tiny import write_llama
-
-    write_llama(folder / "target")
-    cases = {"zlab": "dflash", "deepspec": "dspark"}
-    for name in cases:
-        CASES[name].write(folder / name, folder / "target")
-    place = str(folder / "target"), torch.device("cpu"), 64
-    return [Setup(name, method, folder / name, *place) for name, method in cases.items()]
 
 
 def colocated(setup: Setup, folder: Path, options: argparse.Namespace, both: bool) -> None:

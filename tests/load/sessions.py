@@ -49,7 +49,9 @@ class Stream:
 @dataclass(frozen=True)
 class Cell:
     """One mode at one number of sessions. `round_ms`: of a session, from verdict to verdict;
-    `outside_ms`: what a round takes beyond the computing of target and draft, median."""
+    `outside_ms`: what a round takes beyond the computing of target and draft, median. The rest are
+    means of all rounds: `draft_ms` what a drafter beside the target computes, `verify_ms` what is
+    left of a round without it and without what is outside: of a separate drafter both together."""
 
     mode: str
     sessions: int
@@ -59,6 +61,8 @@ class Cell:
     k: float
     round_ms: float
     outside_ms: float | None
+    verify_ms: float | None
+    draft_ms: float
 
 
 def shared(streams: Sequence[Stream]) -> tuple[int, float]:
@@ -89,6 +93,11 @@ def cell(mode: Mode, turns: Sequence[Sequence[Stream]], tau: float | None) -> Ce
     # A mode that switched itself off measures plain rounds: nothing to make a figure of.
     drafting = mode.method != PLAIN and any(drafted for _, drafted in steps)
     outside = percentile([us for us, drafted in steps if bool(drafted) is drafting], 0.5)
+    draft_ms = 0.0
+    if mode.placement == COLOCATED:
+        draft_ms = sum(s.record.phase_ms["draft"] for s in streams) / max(rounds, 1)
+    mean_ms = sum(us for us, _ in steps) / 1e3 / max(len(steps), 1)
+    verify_ms = round_ms - mean_ms - draft_ms
     synthetic = tau is not None and drafting
     if tau is not None and drafting:
         own, rate = tau, tau * sessions / round_ms * 1e3
@@ -101,6 +110,9 @@ def cell(mode: Mode, turns: Sequence[Sequence[Stream]], tau: float | None) -> Ce
         k=round(sum(d for _, d in steps) / max(len(steps), 1), 2),
         round_ms=round(round_ms, 3),
         outside_ms=None if outside is None else round(outside / 1e3, 3),
+        # Verdicts that come together count as nothing outside, and make the mean too large.
+        verify_ms=round(verify_ms, 3) if verify_ms > 0 else None,
+        draft_ms=round(draft_ms, 3),
     )
 
 

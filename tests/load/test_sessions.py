@@ -46,8 +46,9 @@ def test_only_the_time_that_all_sessions_share_counts() -> None:
 
 
 def test_a_random_pair_in_running_services(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tests.load.sessions.SESSIONS", 2)
     write_pair(tmp_path / "pair", "tiny")
     pair, report = tmp_path / "pair", tmp_path / "report.json"
     status = command(

@@ -125,6 +125,9 @@ def check_a_mask_vector() -> None:
 
 def check_a_trimmed_head() -> None:
     checked("speculators")
+
+
+def check_a_trimmed_head_behind_a_walk() -> None:
     checked("speculators_dspark")
 
 

@@ -19,6 +19,7 @@ QUICK = (
     "check_the_handshake",
 )
 SLOW = (
+    "check_a_trimmed_head_behind_a_walk",
     "check_scaled_and_interleaved_rotation",
     "check_a_mask_vector",
     "check_more_sessions_than_a_graph_holds",

@@ -530,9 +530,10 @@ async def test_settings_that_do_not_fit_stop_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-@METHODS
+@pytest.mark.parametrize("method", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 async def test_the_default_pair_in_one_process(method: str) -> None:
-    """The shipped drafts beside their target: the text of plain decoding, in fewer steps."""
+    """The shipped drafts beside their target: the text of plain decoding, in fewer steps. tests/e2e
+    has dflash in running services."""
     prompt = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018]
     options: dict[str, Any] = {"kernels": "auto", "dtype": "auto", "draft_dtype": "auto"}
     async with colocated_target(

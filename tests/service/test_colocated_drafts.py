@@ -15,6 +15,7 @@ SLOW = pytest.mark.slow
     "check",
     [
         "check_dflash_drafts_for_its_target",
+        pytest.param("check_more_rounds", marks=SLOW),
         pytest.param("check_dspark_drafts_for_its_target", marks=SLOW),
         pytest.param("check_sessions_that_are_not_drafted_for", marks=SLOW),
     ],

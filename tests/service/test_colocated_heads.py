@@ -73,8 +73,14 @@ async def separate(
         await peer.send(verify(step, length, out.proposals[-1], key))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("head", HEADS)
+QUICK = [("vanilla", 0.9), ("gated", 0.0), ("rnn", 0.9), ("rnn, trimmed", 0.0)]
+SLOW = [(head, t) for head in HEADS for t in (0.0, 0.9) if (head, t) not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("head", "temperature"),
+    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)],
+)
 async def test_both_places_propose_the_same(
     tmp_path: Path, target: Path, head: str, temperature: float
 ) -> None:

@@ -56,8 +56,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+# Pages know no method: one of them in each of the layouts.
+QUICK = [*(("dspark", case) for case in CASES), ("dflash", "same_cache_fp8")]
+SLOW = [("dflash", case) for case in CASES if case != "same_cache_fp8"]
+
+
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)],
+)
 async def test_a_latent_draft_in_its_targets_pages(
     tmp_path: Path, targets: dict[str, Path], case: str, method: str
 ) -> None:

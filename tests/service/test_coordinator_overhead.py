@@ -48,15 +48,16 @@ async def run(fleet: Fleet, number: int, k: int | None) -> tuple[Session, list[i
     return session, ids
 
 
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Targets and a draft in another process, at sockets in the folder given."""
-    command = [sys.executable, "-m", "tests.service.toy_workers", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("workers")
+    command = [sys.executable, "-m", "tests.service.toy_workers", str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, **pipes) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        yield tmp_path
+        yield folder
         process.communicate(timeout=30)
 
 

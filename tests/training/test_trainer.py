@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_svc.training.evaluate import EvalPrompt
-from draft_svc.training.trainer import Gate, Trainer, TrainOptions, schedule
+from draft_svc.training.evaluate import EvalPrompt, Gate
+from draft_svc.training.schedule import TrainOptions, schedule
+from draft_svc.training.trainer import Trainer
 from engine.errors import CheckpointError
 from tests.engine.tiny import random_ids
 from tests.training.toys import corpus_of, random_documents, tiny_target, trainer_of

@@ -10,9 +10,10 @@ import torch
 
 from draft_svc.training.batches import BatchOptions
 from draft_svc.training.net import TargetNet, load_target
+from draft_svc.training.schedule import TrainOptions
 from draft_svc.training.shards import Corpus
 from draft_svc.training.spec import DraftSpec, parse_spec
-from draft_svc.training.trainer import Trainer, TrainOptions
+from draft_svc.training.trainer import Trainer
 from tests.engine.tiny import VOCAB, write_model
 
 torch.set_num_threads(1)  # tiny products: threads cost more than they give

@@ -7,7 +7,9 @@ import torch
 
 from draft_svc.training import kernels as k
 from draft_svc.training import triton_kernels as t
+from draft_svc.training import triton_loss as loss
 from engine.models.rope import Rope, rope_tables
+from tests.engine.interpreter import make_quicker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -84,7 +86,7 @@ def check_loss() -> None:
     zp[2] = zq[2]
     labels = torch.randint(0, 2500, (6,), device=DEVICE)
     labels[1] = zq[1].argmax()
-    got, wanted = t.loss_stats(zq, zp, labels), k.loss_stats(zq, zp, labels)
+    got, wanted = loss.loss_stats(zq, zp, labels), k.loss_stats(zq, zp, labels)
     for column, name in enumerate(k.STATS):
         if name == "sign":  # a sum of signs where p and q differ by rounding only
             rows = [0, 1, 3, 4, 5]
@@ -95,12 +97,14 @@ def check_loss() -> None:
     weights = rand(6).abs()
     mix = k.LossMix(0.4, 0.5, 0.7)
     other = zq.clone()
-    t.loss_grad_(zq, zp, labels, wanted, weights, mix)
+    loss.loss_grad_(zq, zp, labels, wanted, weights, mix)
     k.loss_grad_(other, zp, labels, wanted, weights, mix)
     close("loss_grad", zq[rows], other[rows])
 
 
 if __name__ == "__main__":
+    if DEVICE == "cpu":
+        make_quicker()
     torch.manual_seed(0)
     check_norm_and_mlp()
     check_attention()

@@ -101,12 +101,12 @@ def test_times_given_by_hand(plan: Any) -> None:
     found = json.loads(out)
     assert code == 0 and found["better"] == "co-located"
     rounds = found["rounds"]
-    assert rounds["plain"]["cycle_ms"] == pytest.approx(10.2)
-    assert rounds["co-located"]["cycle_ms"] == pytest.approx(16.0 + 0.2 + 0.3 / 9)
+    assert rounds["plain"]["cycle_ms"] == pytest.approx(10.2 + 0.3 / 33)
+    assert rounds["co-located"]["cycle_ms"] == pytest.approx(16.0 + 0.4 + 0.3 / 9)
     assert rounds["separate"]["cycle_ms"] == pytest.approx(20.0)
     assert rounds["separate"]["tokens_per_s"] == pytest.approx(125.0)
     assert found["break_even_rtt_ms"]["co-located"] is None
-    assert found["break_even_rtt_ms"]["plain"] == pytest.approx(8.5)
+    assert found["break_even_rtt_ms"]["plain"] == pytest.approx(8.5 + 2.5 * 0.3 / 33)
 
 
 REPORT: dict[str, Any] = {
@@ -160,10 +160,10 @@ def test_a_bench_run_is_predicted_from_its_other_half(plan: Any, tmp_path: Path)
     beside, inside = json.loads(out)
     assert code == 0 and (beside["source"], inside["source"]) == ("dflash@colocated", "dflash")
     # Separate: a round of 18 ms, 2 outside; 12 for the target, so 4 for the draft. Two more draft
-    # tokens cost the target 2 ms. An exchange is 1 ms: 0.4 each round, the rest in every ninth.
-    assert inside["round_ms"] == pytest.approx(12 + 2 + 4 + 0.4 + 0.6 / 9)
+    # tokens cost the target 2 ms. An exchange is 1 ms: 0.8 each round, the rest in every ninth.
+    assert inside["round_ms"] == pytest.approx(12 + 2 + 4 + 0.8 + 0.6 / 9)
     # Co-located: 19 ms, 0.5 outside, 4 for the draft and 14.5 for the target, 1.125 a token.
-    assert beside["round_ms"] == pytest.approx(14.5 - 2 * 1.125 + 4 + 2 * 0.5 / (0.4 + 0.6 / 9))
+    assert beside["round_ms"] == pytest.approx(14.5 - 2 * 1.125 + 4 + 2 * 0.5 / (0.8 + 0.6 / 9))
     assert inside["error"] == pytest.approx(2.5e3 / inside["round_ms"] / (2.5e5 / 1900) - 1)
     code, out, _ = plan(*flags)
     assert code == 0 and "dflash@colocated" in out and "+3 %" in out
@@ -174,6 +174,54 @@ def test_a_bench_run_is_predicted_from_its_other_half(plan: Any, tmp_path: Path)
         (tmp_path / "bench.json").write_text(bad)
         code, _, err = plan(*flags)
         assert code == 2 and "--from-bench" in err and "specwire bench --json" in err
+
+
+CELLS: list[dict[str, Any]] = [
+    {"mode": "plain", "sessions": 1, "tokens_per_s": 90.0, "tau": 1.0, "k": 0.0,
+     "outside_ms": 0.3, "verify_ms": 10.5, "draft_ms": 0.0},
+    {"mode": "dflash@colocated", "sessions": 8, "tokens_per_s": 900.0, "tau": 2.0, "k": 2.0,
+     "outside_ms": 1.0, "verify_ms": 13.0, "draft_ms": 3.0},
+    {"mode": "dspark", "sessions": 8, "tokens_per_s": 500.0, "tau": 2.0, "k": 4.0,
+     "outside_ms": 1.0, "verify_ms": 20.0, "draft_ms": 0.0},
+    {"mode": "dspark@colocated", "sessions": 8, "tokens_per_s": 900.0, "tau": 1.0, "k": 0.0,
+     "outside_ms": None, "verify_ms": None, "draft_ms": 0.0},
+]  # fmt: skip
+
+
+def test_a_run_with_many_sessions_is_predicted_from_times_given(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "cells.json").write_text(json.dumps(CELLS))
+    flags = ("--from-bench", f"{tmp_path}/cells.json", "--session-ms", "0.1")
+    times = ("--plain-ms", "10", "--verify-ms", "12", "--draft-ms", "4")
+    code, out, _ = plan(*flags, *times, "--k", "4", "--json")
+    assert code == 0
+    alone, beside, apart = json.loads(out)  # what switched itself off is no figure
+    assert alone["round_ms"] == pytest.approx(10.2 + 0.3 / 33)
+    # Two draft tokens of four cost half; two turns of 0.2 and 7 more sessions; one round in nine.
+    assert beside["round_ms"] == pytest.approx((11 + 4 + 2 * 0.9) * (1 + 1 / 9))
+    assert beside["tokens_per_s"] == pytest.approx(8 * 2e3 / beside["round_ms"])
+    assert beside["error"] == pytest.approx(beside["tokens_per_s"] / 900 - 1)
+    assert apart["round_ms"] == pytest.approx(12 + 4 + 1.0 + 4 * 0.7)
+    one = json.loads(plan(*flags, *times, "--k", "4", "--method", "dspark", "--json")[1])
+    assert [found["measured"]["label"] for found in one] == ["plain", "dspark"]
+    code, _, err = plan(*flags, *times)
+    assert code == 2 and "error: --k is" in err
+
+
+def test_a_run_with_many_sessions_tells_its_own_steps(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "cells.json").write_text(json.dumps(CELLS))
+    flags = ("--from-bench", f"{tmp_path}/cells.json", "--session-ms", "0.1")
+    code, out, _ = plan(*flags, "--json")
+    alone, beside, apart = json.loads(out)
+    assert code == 0 and {one["source"] for one in (alone, beside, apart)} == {"its own steps"}
+    assert alone["round_ms"] == pytest.approx(10.5 + 0.2 + 0.3 / 33)
+    assert beside["round_ms"] == pytest.approx((16 + 2 * 0.9) * (1 + 1 / 9))
+    assert apart["round_ms"] == pytest.approx(20 + 1.0 + 4 * 0.7)
+    assert "dflash@colocated" in plan(*flags)[1]
+    without = [{**cell, "verify_ms": None} for cell in CELLS]
+    for bad, named in ((without, "--verify-ms"), ([], "--from-bench")):
+        (tmp_path / "cells.json").write_text(json.dumps(bad))
+        code, _, err = plan(*flags)
+        assert code == 2 and f"error: {named} is" in err
 
 
 def test_the_table_says_it_in_words(plan: Any, tmp_path: Path) -> None:

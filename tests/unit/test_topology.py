@@ -61,7 +61,8 @@ def test_times_between_what_was_measured() -> None:
 def test_more_sessions_are_more_work_for_the_services() -> None:
     """Once for each beyond the first in a plain round, twice with a proposal beside it, four times
     with a draft service and its rows."""
-    none, some = Link(exchange_ms=0.5), Link(exchange_ms=0.5, session_ms=0.05)
+    ahead = Link(exchange_ms=0.5, ahead=10**9, free_run=10**9)  # and never asked
+    none, some = ahead, replace(ahead, session_ms=0.05)
     many = work(batch=9)
     assert plain(many, some).cycle_ms - plain(many, none).cycle_ms == pytest.approx(0.4)
     inside = colocated(many, some, 4).cycle_ms - colocated(many, none, 4).cycle_ms
@@ -73,17 +74,30 @@ def test_more_sessions_are_more_work_for_the_services() -> None:
     assert plain(work(), some) == plain(work(), none)
 
 
+def test_who_has_to_be_asked_misses_a_round_of_the_others() -> None:
+    """Once in 33 plain rounds, once in 9 beside a drafter; alone nothing is missed but the wait."""
+    two = work(steps((0, 1, 10.0), (4, 1, 12.0)), batch=2)
+    link = Link(exchange_ms=0.5)
+    assert plain(two, link).cycle_ms == pytest.approx(10.2 * (1 + 1 / 33))
+    assert colocated(two, link, 4).cycle_ms == pytest.approx(16.4 * (1 + 1 / 9))
+    # A wire that is longer than their round is what is waited for.
+    far = replace(link, target_rtt_ms=100.0)
+    assert colocated(two, far, 4).cycle_ms == pytest.approx(16.4 + 100.3 / 9)
+
+
 def test_one_session_by_hand() -> None:
     link = Link(rtt_ms=3.0, bandwidth_gbit=10.0, exchange_ms=0.5, target_rtt_ms=0.2)
     one = work(row_bytes=40_960)
-    # Two fifths of an exchange's work lie between two steps of a target that runs ahead.
-    assert plain(one, link).cycle_ms == pytest.approx(10.2)
-    assert plain(one, link).tokens_per_s == pytest.approx(1000 / 10.2)
+    # Two fifths of an exchange's work lie between two steps of a target that runs ahead; the rest
+    # and the wire come once in 33.
+    assert plain(one, link).cycle_ms == pytest.approx(10.2 + 0.5 / 33)
+    assert plain(one, link).tokens_per_s == pytest.approx(1000 / (10.2 + 0.5 / 33))
+    # A proposal to the verdict: two turns.
     beside = colocated(one, replace(link, ahead=0), 4)
-    assert beside.cycle_ms == pytest.approx(12.0 + 4.0 + 0.7)
-    assert beside.tokens_per_s == pytest.approx(2500 / 16.7)
-    # With 4 rounds that are not asked for, the other three fifths and the wire come once in 5.
-    assert colocated(one, replace(link, ahead=4), 4).cycle_ms == pytest.approx(16.0 + 0.2 + 0.1)
+    assert beside.cycle_ms == pytest.approx(12.0 + 4.0 + 0.7 + 0.2)
+    assert beside.tokens_per_s == pytest.approx(2500 / 16.9)
+    # With 4 rounds that are not asked for.
+    assert colocated(one, replace(link, ahead=4), 4).cycle_ms == pytest.approx(16.0 + 0.4 + 0.1)
     alone = separate(one, link, 4, 1)
     # Rows: 2.5 of 40,960 bytes on 10 Gbit/s are 0.0819 ms, and are there before the word to go on.
     assert alone.rows_ms == 0.0
@@ -100,15 +114,15 @@ def test_rows_are_waited_for_where_the_wire_is_slow() -> None:
 
 
 def test_break_even_by_hand() -> None:
-    link = Link(exchange_ms=0.5, ahead=0)
+    link = Link(exchange_ms=0.5, ahead=0, free_run=10**9)
     one = work()
     # 2.5 tokens in 2.5 x 10.2 ms are as fast as plain: 12 + 4 + 1 are spent without the wire.
     assert break_even_ms(one, link, plain(one, link)) == pytest.approx(8.5)
     # The same device times: an exchange more is never made up for.
     assert break_even_ms(one, link, best_colocated(one, link)) is None
     slow = work(beside=steps((4, 1, 6.0)))
-    # 2 ms longer beside the target: they pay for 0.5 ms of work and 1.5 ms of wire.
-    assert break_even_ms(slow, link, best_colocated(slow, link)) == pytest.approx(1.5)
+    # 2 ms longer beside the target: they pay for 0.3 ms of work and 1.7 ms of wire.
+    assert break_even_ms(slow, link, best_colocated(slow, link)) == pytest.approx(1.7)
 
 
 def test_two_halves_in_turn_hide_the_draft_and_the_wire() -> None:
@@ -116,14 +130,14 @@ def test_two_halves_in_turn_hide_the_draft_and_the_wire() -> None:
     verify = steps((0, 8, 16.0), (0, 16, 32.0), (4, 8, 20.0), (4, 16, 40.0))
     draft = steps((4, 8, 10.0), (4, 16, 20.0))
     many = work(verify, draft, taus={4: 2.5}, batch=16)
-    link = Link(rtt_ms=5.0, exchange_ms=0.5, ahead=0)
+    link = Link(rtt_ms=5.0, exchange_ms=0.5, ahead=10**9)
     assert separate(many, link, 4, 1).cycle_ms == pytest.approx(66.0)
     alone = best_separate(many, link)
     # 20 + 10 + 6 would be over before the target has done both halves.
     assert (alone.groups, alone.cycle_ms) == (2, 40.0)
-    assert colocated(many, link, 4).cycle_ms == pytest.approx(60.5)
-    # As fast as co-located while 20 + 10 + 1 + r stay within 60.5.
-    assert break_even_ms(many, link, colocated(many, link, 4)) == pytest.approx(29.5)
+    assert colocated(many, link, 4).cycle_ms == pytest.approx(60.4)
+    # As fast as co-located while 20 + 10 + 1 + r stay within 60.4.
+    assert break_even_ms(many, link, colocated(many, link, 4)) == pytest.approx(29.4)
 
 
 def test_steps_bound_by_memory_gain_nothing_from_halves() -> None:

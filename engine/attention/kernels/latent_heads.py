@@ -5,15 +5,13 @@ turn, and what came back out of it. A row's bits depend on no other row.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# The interpreter multiplies bf16 as if it were integers.
-_WIDEN = os.environ.get("TRITON_INTERPRET") == "1"
+from engine.kernels.triton.dot import WIDEN_DOTS, dot
+
 _ROWS = 16
 
 
@@ -57,10 +55,7 @@ def _by_head(
         )
         w = tl.load(w_at + start * OUTER, mask=inside[:, None] & (n < OUTER)[None, :], other=0.0)
         a = a.to(weight.dtype.element_ty)
-        if WIDEN:
-            a = a.to(tl.float32)
-            w = w.to(tl.float32)
-        acc = tl.dot(a, w, acc, input_precision="ieee")
+        acc = dot(a, w, acc, WIDEN)
     keep = real[:, None] & (n < OUTER)[None, :]
     tl.store(out_at[:, None] + n[None, :], acc.to(out.dtype.element_ty), mask=keep)
     if HALF:  # noqa: SIM102
@@ -84,7 +79,7 @@ def _launch(
     _by_head[(triton.cdiv(rows, _ROWS), triton.cdiv(outer, block_n), heads)](
         x, weight, out, cos, sin, positions, rows, x.stride(0), x.stride(1), out.stride(0),
         out.stride(1), inner, outer, half, triton.next_power_of_2(max(half, 1)), _ROWS, block_n,
-        block_k, _WIDEN, num_warps=4, num_stages=2,
+        block_k, WIDEN_DOTS, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 
 from engine.errors import EngineError
 
-__all__ = ["TritonUnavailable", "available", "require", "unavailable_reason"]
+__all__ = ["TritonUnavailable", "available", "require", "unavailable_reason", "version"]
 
 _OLDEST_CAPABILITY = (8, 0)  # bf16 tensor cores
 
@@ -47,3 +47,12 @@ def require() -> None:
     """Raises TritonUnavailable unless `available()`."""
     if reason := unavailable_reason():
         raise TritonUnavailable(f"Triton kernels are not available: {reason}")
+
+
+def version() -> str:
+    """Triton's; `none` without it."""
+    if importlib.util.find_spec("triton") is None:
+        return "none"
+    import triton
+
+    return str(triton.__version__)

@@ -8,7 +8,6 @@ may be captured. Rows are grouped by expert in tiles of 16; a row's bits depend 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.dot import WIDEN_DOTS, dot
 from engine.kernels.triton.tiles import ROWS, Tile, fitted
 
-# The interpreter multiplies bf16 as if it were integers.
-_WIDEN = os.environ.get("TRITON_INTERPRET") == "1"
 _FP32 = Tile(n=16, k=32, warps=4, stages=2)
 _TILE = Tile(n=32, k=128, warps=4, stages=4)
 _PAIRS = 64  # pairs, and tiles, that the grouping program takes at once
@@ -96,14 +94,6 @@ def group(chosen: Tensor, count: int) -> Groups:
 
 
 @triton.jit
-def _dot(a, w, acc, WIDEN: tl.constexpr):
-    if WIDEN:
-        a = a.to(tl.float32)
-        w = w.to(tl.float32)
-    return tl.dot(a, tl.trans(w), acc, input_precision="ieee")
-
-
-@triton.jit
 def _product(
     x, order, tiles, weight, out, x_stride,
     TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
@@ -131,10 +121,10 @@ def _product(
             a = tl.load(x_at + start, mask=kept_m[:, None] & inside, other=0.0)
             a = a.to(weight.dtype.element_ty)
             w = tl.load(w_at + start, mask=kept_n[:, None] & inside, other=0.0)
-            acc = _dot(a, w, acc, WIDEN)
+            acc = dot(a, tl.trans(w), acc, WIDEN)
             if GATED:
                 w = tl.load(w_at + N * K + start, mask=kept_n[:, None] & inside, other=0.0)
-                up = _dot(a, w, up, WIDEN)
+                up = dot(a, tl.trans(w), up, WIDEN)
         if GATED:
             acc = acc / (1.0 + tl.exp(-acc)) * up
         place = out + pair[:, None] * N + n[None, :]
@@ -148,7 +138,7 @@ def _launch(x: Tensor, groups: Groups, weight: Tensor, out: Tensor, top: int, ga
     tile = fitted(_FP32 if weight.dtype == torch.float32 else _TILE, x.dtype, weight.dtype, gated)
     _product[(len(groups.tiles), triton.cdiv(n, tile.n))](
         x, groups.order, groups.tiles, weight, out, x.stride(0), top, n, k, gated, ROWS, tile.n,
-        tile.k, _WIDEN, num_warps=tile.warps, num_stages=tile.stages,
+        tile.k, WIDEN_DOTS, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

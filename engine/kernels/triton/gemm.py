@@ -10,8 +10,9 @@ import triton
 from torch import Tensor
 
 from engine.kernels.triton.dependent import fetched_lines, flags
+from engine.kernels.triton.dot import WIDEN_DOTS
 from engine.kernels.triton.norm import rms_norm
-from engine.kernels.triton.product import WIDEN_DOTS, _gemm
+from engine.kernels.triton.product import _gemm
 from engine.kernels.triton.tiles import FUSED_NORM_DEPTH, Tile, Wide, fitted, tile_of, wide_tile
 
 

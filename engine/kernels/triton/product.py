@@ -10,24 +10,11 @@ kernel of 16 rows, which passes the scales on.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
 from engine.kernels.triton.dependent import fetch, wait
-
-# The interpreter multiplies bf16 as if it were integers.
-WIDEN_DOTS = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@triton.jit
-def _dot(a, w, acc, WIDEN: tl.constexpr):
-    """acc [rows, n] + a [rows, k] times w [n, k], in fp32."""
-    if WIDEN:
-        a = a.to(tl.float32)
-        w = w.to(tl.float32)
-    return tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+from engine.kernels.triton.dot import dot
 
 
 @triton.jit
@@ -57,12 +44,12 @@ def sums(
             a = a * weights[None, :]
         a = a.to(weight.dtype.element_ty)
         w = tl.load(w_at + start, mask=mask_w, other=0.0, eviction_policy="evict_first")
-        acc = _dot(a, w, acc, WIDEN)
+        acc = dot(a, tl.trans(w), acc, WIDEN)
         if TWO:
             w = tl.load(
                 w_at + second + start, mask=mask_w, other=0.0, eviction_policy="evict_first"
             )
-            other = _dot(a, w, other, WIDEN)
+            other = dot(a, tl.trans(w), other, WIDEN)
     return acc, other, squares
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from engine.kernels.triton import gemm
 from engine.kernels.triton.dependent import fetch, fetched_lines, flags, wait
+from engine.kernels.triton.dot import WIDEN_DOTS
 from engine.kernels.triton.gemm import Norm
-from engine.kernels.triton.product import WIDEN_DOTS, row_scales, sums
+from engine.kernels.triton.product import row_scales, sums
 from engine.kernels.triton.store import put, qkv_store, turn
 from engine.kernels.triton.tiles import (
     FUSED_NORM_DEPTH,

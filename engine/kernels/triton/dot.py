@@ -1,0 +1,21 @@
+"""The product of two tiles, as every kernel of weights has it."""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+# The interpreter multiplies bf16 as if it were integers.
+WIDEN_DOTS = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def dot(a, w, acc, WIDEN: tl.constexpr):
+    """acc [rows, n] + a [rows, k] times w [k, n], in fp32; WIDEN is WIDEN_DOTS."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        w = w.to(tl.float32)
+    return tl.dot(a, w, acc, input_precision="ieee")
