@@ -18,7 +18,7 @@ class RunAhead(Brought):
     @property
     def in_hand(self) -> list[int] | None:
         """None outside a run, but for what its last verdict brought."""
-        return self._proposal if self.on or self._proposal else None
+        return self._proposal if self.on or self._round_k else None
 
     def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
         raise NotImplementedError("the rounds of the draft service decide that")
@@ -41,6 +41,14 @@ class RunAhead(Brought):
         assert self._at.choice is not None
         self._record.fell_back("late")
         self._at.choice.standing.breaker.failure(self._asked_s)
+
+    def _failed(self, cause: str) -> None:
+        """Where the last verdict brought none the draft service is asked for it once more: that is
+        the same round."""
+        if self.on:
+            super()._failed(cause)
+        else:
+            self._round_k = 0
 
     def _busy(self) -> int:
         assert self._at.choice is not None

@@ -51,7 +51,7 @@ class Separate(Drafting):
 
     @property
     def wait_us(self) -> int:
-        return max(1, int(self._budget_s(self._k) * 1e6))
+        return max(1, min(int(self._budget_s(self._k) * 1e6), 2**32 - 1))
 
     def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
         """Tokens of this round where K may stand; those of a round that a run ahead brought were

@@ -60,7 +60,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     replies=replies,
                     load=self._load(),
                 )
-            await reader
+            if reader.done():  # else the outbox was given up: the stream ends here
+                await reader
         finally:
             outbox.close()
             reader.cancel()
@@ -91,7 +92,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 for more in answers[1:]:
                     response.MergeFrom(more)
                 yield response
-            await reader
+            if reader.done():  # else the outbox was given up: the stream ends here
+                await reader
         finally:
             outbox.close()
             reader.cancel()
@@ -110,7 +112,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         try:
             async for frame in frames:
                 acks = [rounds.take_rows(frame.target_incarnation, chunk) for chunk in frame.chunks]
-                self._put(outbox, draft_pb2.PushFeaturesResponse(acks=acks))
+                if acks or not frame.asks:
+                    self._put(outbox, draft_pb2.PushFeaturesResponse(acks=acks))
                 for ask in frame.asks:
                     self._protocol.asked(frame.target_incarnation, ask, reply)
         finally:

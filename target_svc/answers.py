@@ -33,8 +33,8 @@ class Ended:
     kept: Outcome | None = None
     proposal: Made | None = None
     opening: bool = False
-    # What a draft service is asked behind the rows. Where somebody is to be told of the answer the
-    # verdict is said later, with it and without the rows.
+    # What a draft service is asked behind the rows. While somebody is to be told of the answer the
+    # rows alone go out; the verdict is said later, with it.
     question: Question | None = None
     answered: Answered | None = None
     rows_sent: bool = False
@@ -77,6 +77,7 @@ class Answers:
                 tokens += len(ended.kept.tokens)
             # Behind the verdict, which has the longer way: through the coordinator, to the draft.
             if session.sink is not None and not ended.rows_sent:
+                ended.rows_sent = True
                 try:
                     _send_rows(ended)
                 except Exception as error:  # of the engine: it failed late

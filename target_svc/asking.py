@@ -15,6 +15,11 @@ from target_svc.metrics import Metrics
 from target_svc.proposing import Made
 from target_svc.sessions import Session, Step
 
+# Shorter waits are no waits by the event loop's clock, which counts milliseconds.
+_SHORTEST_S = 0.001
+# Of the names that a draft gives, as much goes on.
+_NAME_CHARS = 64
+
 # Told of a session whose proposal is there, or will not come.
 GoOn = Callable[[Session, Step, Made | None], None]
 
@@ -38,8 +43,15 @@ class HeldVerdict:
         self._session, self._ended, self._answers = session, ended, answers
         self._metrics, self._go_on = metrics, go_on
         self._began_ns = time.perf_counter_ns()
-        wait_s = ended.step.draft_wait_us / 1e6
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self._late)
+        self._timer = self._timed(ended.step)
+
+    def _timed(self, step: Step) -> asyncio.TimerHandle:
+        """No longer than the step's own time: what was drawn in it is said."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + max(step.draft_wait_us / 1e6, _SHORTEST_S)
+        if step.deadline is not None:
+            until = min(until, step.deadline)
+        return loop.call_at(until, self._late)
 
     def _late(self) -> None:
         self._metrics.dropped("draft_late")
@@ -52,9 +64,15 @@ class HeldVerdict:
             return
         self.drop()
         waited_ns = time.perf_counter_ns() - self._began_ns
-        self._ended.proposal = made = _made(proposal, len(session.ids), waited_ns)
-        say_later(self._answers, self._ended)
-        self._go_on(session, self._ended.step, made)
+        ended, made = self._ended, None
+        if proposal is not None and proposal.base_len == len(session.ids):
+            made = _made(proposal, ended.step.then_propose, waited_ns)
+        elif proposal is not None:
+            self._metrics.dropped("draft_length")
+        ended.proposal, ended.answered = made, None
+        if ended.rows_sent:  # else it waits there still, with its rows
+            self._answers.add(ended)
+        self._go_on(session, ended.step, made)
 
     def drop(self) -> None:
         """Nothing is said, and nobody waits any more."""
@@ -62,12 +80,6 @@ class HeldVerdict:
         self._timer.cancel()
         if self._session.sink is not None:
             self._session.sink.forget()
-
-
-def say_later(answers: Answers, ended: Ended) -> None:
-    """What was asked is answered; the verdict is what is left to say."""
-    ended.question, ended.answered, ended.rows_sent = None, None, True
-    answers.add(ended)
 
 
 def question(session: Session, step: Step, base: int) -> Question:
@@ -82,19 +94,19 @@ def question(session: Session, step: Step, base: int) -> Question:
     )
 
 
-def _made(proposal: common_pb2.Proposal | None, length: int, waited_ns: int) -> Made | None:
-    if proposal is None or proposal.base_len != length:
-        return None
-    spent = proposal.timings
+def _made(proposal: common_pb2.Proposal, k: int, waited_ns: int) -> Made:
+    """What goes on to the coordinator, which counts one id too many, but whose link must not break
+    of what a draft makes up."""
+    spent, most = proposal.timings, k + 1
     # Of what it says of its own time no more is believed than has passed.
     compute_ns = min(spent.compute_ns, waited_ns)
     once_ns = min(spent.once_ns, waited_ns - compute_ns)
     return Made(
-        proposal.ids,
-        proposal.confidences,
-        proposal.reason,
+        proposal.ids[:most],
+        proposal.confidences[:most],
+        proposal.reason[:_NAME_CHARS],
         compute_ns,
         once_ns,
         waited_ns - compute_ns - once_ns,
-        proposal.source,
+        proposal.source[:_NAME_CHARS],
     )
