@@ -100,9 +100,10 @@ class Brought(Drafting):
             self._failed(_FAILED)
             return
         standing, worked_s = self._at.choice.standing, worked_ns(proposal.timings) / 1e9
-        standing.breaker.success()
-        standing.note_proposal(worked_s)
-        standing.costs.note(asked, self._busy(), length, worked_s)
+        if worked_s or proposal.ids:  # else the drafter refused, or could not be asked
+            standing.breaker.success()
+            standing.note_proposal(worked_s)
+            standing.costs.note(asked, self._busy(), length, worked_s)
         self._said = bool(proposal.confidences)
         self._proposal, _ = self._take(proposal, asked, length, room, whole)
 

@@ -34,7 +34,8 @@ class RunAhead(Brought):
 
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
         super().advance(verdict, ids, most)
-        self._at.told = len(ids)  # by the target
+        # By the target; a question without an answer may never have come there.
+        self._at.told = len(ids) if verdict.HasField("proposal") else verdict.base_len
         return False
 
     def _missing(self) -> None:

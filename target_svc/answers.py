@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.api import Item, ItemResult, TokenLogprobs
 from specwire.v1 import common_pb2, target_pb2
-from target_svc.asks import Answered, Question
+from target_svc.asks import Answer, Answered, Question
 from target_svc.metrics import Metrics
 from target_svc.outcome import Outcome
 from target_svc.proposing import Made
@@ -88,7 +88,7 @@ class Answers:
         self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
 
 
-def _unheard(proposal: common_pb2.Proposal | None) -> None:
+def _unheard(answer: Answer) -> None:
     """Nothing was wanted: the draft follows, that is all."""
 
 

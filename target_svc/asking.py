@@ -8,9 +8,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from specwire.v1 import common_pb2
+from specwire.errors import Reason
+from specwire.v1 import common_pb2, draft_pb2
 from target_svc.answers import Answers, Ended
-from target_svc.asks import Question
+from target_svc.asks import Answer, Question
 from target_svc.metrics import Metrics
 from target_svc.proposing import Made
 from target_svc.sessions import Session, Step
@@ -18,7 +19,7 @@ from target_svc.sessions import Session, Step
 # Shorter waits are no waits by the event loop's clock, which counts milliseconds.
 _SHORTEST_S = 0.001
 # Of the names that a draft gives, as much goes on.
-_NAME_CHARS = 64
+_NAME_CHARS, _NO_REASON = 64, "refused"
 
 # Told of a session whose proposal is there, or will not come.
 GoOn = Callable[[Session, Step, Made | None], None]
@@ -57,22 +58,33 @@ class HeldVerdict:
         self._metrics.dropped("draft_late")
         self.settle(None)
 
-    def settle(self, proposal: common_pb2.Proposal | None) -> None:
-        """The verdict is said with this, and the session goes on. Safe to repeat."""
+    def settle(self, answer: Answer | None) -> None:
+        """The verdict is said with this, or None where it is waited for no longer, and the session
+        goes on. Safe to repeat."""
         session = self._session
         if session.held is not self:
             return
         self.drop()
         waited_ns = time.perf_counter_ns() - self._began_ns
         ended, made = self._ended, None
-        if proposal is not None and proposal.base_len == len(session.ids):
-            made = _made(proposal, ended.step.then_propose, waited_ns)
-        elif proposal is not None:
+        if isinstance(answer, draft_pb2.DraftRefused):
+            made = self._refused(answer)
+        elif answer is not None and answer.base_len == len(session.ids):
+            made = _made(answer, ended.step.then_propose, waited_ns)
+        elif answer is not None:
             self._metrics.dropped("draft_length")
         ended.proposal, ended.answered = made, None
         if ended.rows_sent:  # else it waits there still, with its rows
             self._answers.add(ended)
         self._go_on(session, ended.step, made)
+
+    def _refused(self, refused: draft_pb2.DraftRefused) -> Made:
+        """The reason goes on, without a time: nothing was proposed. A draft that misses tokens is
+        told of them with the next question."""
+        reason = refused.error.reason
+        if reason == Reason.NEED_TOKENS and 0 < refused.have_len < self._session.told:
+            self._session.told = refused.have_len
+        return Made(reason=(reason or _NO_REASON)[:_NAME_CHARS].lower())
 
     def drop(self) -> None:
         """Nothing is said, and nobody waits any more."""
@@ -83,8 +95,8 @@ class HeldVerdict:
 
 
 def question(session: Session, step: Step, base: int) -> Question:
-    """Behind a committed step that began with `base` ids. A service that misses tokens refuses,
-    and is repaired by whoever drives the session."""
+    """Behind a committed step that began with `base` ids, of which whoever asked for the step has
+    told the service. One that misses tokens refuses, and is told from there (`Session.told`)."""
     told = min(base, session.told) if not step.asked and session.told else base
     session.told = length = len(session.ids)
     # A block never has more rows than the tokens that may still come.

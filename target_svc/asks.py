@@ -9,8 +9,11 @@ from specwire.v1 import common_pb2, draft_pb2
 
 Name = tuple[int, int, int]  # the three numbers of a session's key
 
-# Called with the proposal; None: there will be none.
-Answered = Callable[[common_pb2.Proposal | None], None]
+Answer = common_pb2.Proposal | draft_pb2.DraftRefused
+# Called once with whatever comes of a question.
+Answered = Callable[[Answer], None]
+# Of a stream that is down or breaks.
+LOST = draft_pb2.DraftRefused(error=common_pb2.ItemError(reason="DRAFT_LOST"))
 
 
 class Question(NamedTuple):
@@ -48,10 +51,10 @@ class OpenAsks:
         name = key.coordinator, key.session_id, key.generation
         if name in self._open and self._open[name][0] == message.step_id:
             _, answered = self._open.pop(name)
-            answered(reply.proposal if kind == "proposal" else None)
+            answered(message)
 
     def fail(self) -> None:
         """The stream broke: nobody will answer."""
         waiting, self._open = self._open, {}
         for _, answered in waiting.values():
-            answered(None)
+            answered(LOST)

@@ -18,7 +18,7 @@ from specwire.errors import Reason, SpecwireError
 from specwire.rpc import CHUNK_BYTES, channel_options
 from specwire.tensors import Rows, chunk_rows, rows_to_bytes
 from specwire.v1 import draft_pb2, draft_pb2_grpc
-from target_svc.asks import Answered, OpenAsks, Question
+from target_svc.asks import LOST, Answered, OpenAsks, Question
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
 from target_svc.sessions import Key
@@ -102,7 +102,7 @@ class SessionRows:
 
     def ask(self, question: Question, answered: Answered) -> None:
         """Asks the draft for a proposal, behind the rows that were pushed before. `answered` is
-        called once, with None where the stream breaks or the draft refuses; never from here."""
+        called once, with a refusal where the stream breaks too; never from here."""
         ask = draft_pb2.Advance(
             key=self._key,
             step_id=question.step_id,
@@ -164,7 +164,7 @@ class PushStream:
     def ask(self, name: Key, ask: draft_pb2.Advance, answered: Answered) -> None:
         """Questions need no credit: a session has one at a time."""
         if not self._up:
-            asyncio.get_running_loop().call_soon(answered, None)
+            asyncio.get_running_loop().call_soon(answered, LOST)
             return
         self._open_asks.add(name, ask.step_id, answered)
         self._asks.append(ask)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from engine.api import Sampling, TokenLogprobs
 from engine.kv.pool import PageTable
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.asks import Answer
 from target_svc.rows import RowHistory, RowSink
 
 
@@ -94,7 +95,7 @@ class Step:
 class Held(Protocol):
     """A verdict that waits for the proposal that continues it."""
 
-    def settle(self, proposal: common_pb2.Proposal | None) -> None: ...
+    def settle(self, answer: Answer | None) -> None: ...
 
     def drop(self) -> None: ...
 

@@ -13,7 +13,7 @@ import pytest
 
 from specwire.errors import Reason
 from specwire.rpc import ASKS_MINOR, Outbox
-from specwire.v1 import draft_pb2
+from specwire.v1 import draft_pb2, target_pb2
 from tests.service.draft_peer import (
     TARGET,
     WIDTH,
@@ -94,7 +94,7 @@ async def test_a_question_is_answered_on_its_stream_behind_the_rows_of_its_frame
     await stream.send(ask(KEY, 2, 5, [6], 1, rows_start=4, rows_count=1))
     await stream.send(rows=[rows_of(KEY, 2, 4, [50])])
     assert list((await stream.reply()).proposal.ids) == [50]
-    beat = await link.ask(draft_pb2.DraftItem(heartbeat=dict(coordinator=5)))
+    beat = await link.ask(draft_pb2.DraftItem(heartbeat=target_pb2.Heartbeat(coordinator=5)))
     assert beat.HasField("heartbeat_ack"), "nothing of it went to the coordinator"
 
 

@@ -245,8 +245,28 @@ async def test_a_refusal_is_not_waited_out() -> None:
     async with asking(lambda ask: [no_answer(ask)]) as made:
         await made.peer.send(run(1, 4))
         verdicts = await made.verdicts(4)
-        assert not any(v.HasField("proposal") for v in verdicts)
+        assert {v.proposal.reason for v in verdicts} == {"need_tokens"}
+        assert not any(v.proposal.HasField("timings") for v in verdicts)
         assert [v.accepted for v in verdicts] == [2, 0, 0, 0] and made.tokens() == TEXT[1:7]
+
+
+@pytest.mark.parametrize(("have", "told"), [(2, 2), (4, 4), (0, 7), (7, 7), (2**32 - 1, 7)])
+async def test_a_draft_that_misses_tokens_is_told_from_there(have: int, told: int) -> None:
+    """Where the length that it says it has is one that it may have."""
+
+    def script(ask: draft_pb2.Advance) -> list[Reply]:
+        if ask.step_id > 1:
+            return right(ask)
+        refused = no_answer(ask)
+        refused.refused.have_len = have
+        return [refused]
+
+    async with asking(script) as made:
+        await made.peer.send(run(1, 4, rounds=2))
+        assert [v.accepted for v in await made.verdicts(3)] == [2, 0, 2]
+        second = made.draft.asks[1]
+        assert (second.base_len, len(second.tokens)) == (told, 8 - told)
+        assert list(second.tokens) == [*PROMPT, *TEXT][told:8]
 
 
 async def test_a_stream_that_breaks_is_not_waited_out() -> None:
@@ -255,7 +275,7 @@ async def test_a_stream_that_breaks_is_not_waited_out() -> None:
         await made.held(run(1, 4, rounds=2))
         made.draft.end_stream()
         verdicts = await made.verdicts(3)
-        assert not any(v.HasField("proposal") for v in verdicts)
+        assert {v.proposal.reason for v in verdicts} == {"draft_lost"}
         assert made.tokens() == TEXT[1:6]
         await made.up()
         made.draft.script = right
