@@ -51,6 +51,20 @@ class Attachment(DraftSession):
         """Whether the drafter follows the session."""
         return self.colocated or (self.mail is not None and not self._opening)
 
+    @property
+    def direct(self) -> bool:
+        """Whether the target can ask the draft service itself, on the stream of its rows."""
+        choice = self.choice
+        return (
+            choice is not None
+            and self.mail is not None
+            and not self.mail.failed
+            and self._rows_at is choice.worker
+            and self.target.asks_drafts
+            and isinstance(choice.worker, DraftWorker)
+            and choice.worker.answers_targets
+        )
+
     # -- opening ---------------------------------------------------------------------------------
 
     async def open(self, key: common_pb2.SessionKey, ids: list[int], target: TargetWorker) -> None:

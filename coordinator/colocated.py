@@ -1,10 +1,5 @@
 """Rounds with a drafter in the target's own process: one exchange a round, or none.
 
-    verify(proposal, then_propose=k) -> verdict and the next proposal
-
-A run ahead repeats this at the target: it verifies its own drafter's proposal at once, and verdicts
-come unasked, each with the next proposal.
-
 How many tokens the next proposal has is decided before the verdict over this one is known, so the
 policy sees each round one round late: what it learns from a verdict changes the proposal after the
 next. What the drafter is unsure of is still cut before it is verified.
@@ -12,104 +7,16 @@ next. What the drafter is unsure of is still cut before it is verified.
 
 from __future__ import annotations
 
-import time
-
-from coordinator.attachment import Attachment
-from coordinator.drafting import Drafting
-from coordinator.plan import Plan
-from coordinator.record import Record, worked_ns
-from coordinator.settings import CoordinatorSettings
-from specwire.v1 import common_pb2, target_pb2
-
-# What a target says of a drafter that broke.
-_FAILED = "draft_failed"
+from coordinator.brought import Brought
 
 
-class Colocated(Drafting):
-    def __init__(
-        self, at: Attachment, plan: Plan, settings: CoordinatorSettings, record: Record
-    ) -> None:
-        super().__init__(at, plan, settings, record)
-        # Tokens asked for with the verdict that comes next, when (`time.perf_counter`), and at what
-        # length of the session.
-        self._asked, self._asked_s, self._length = 0, 0.0, 0
-        self._proposal: list[int] = []
-        # Whether the latest proposal said how sure it is; verdicts of a run ahead that bring one
-        # which the target verifies by itself.
-        self._said, self._ahead = False, 0
-
+class Colocated(Brought):
     @property
     def in_hand(self) -> list[int] | None:
         return self._proposal if self._at.colocated else None
 
-    async def proposal(self) -> list[int]:
-        return self._proposal
-
-    def then_propose(self, step: int, length: int, most: int) -> int:
-        self._asked, self._length = self._plan.tokens(step, length, most), length
-        self._asked_s = time.perf_counter()
-        return self._asked
-
-    def ahead(self) -> int:
-        self._ahead = self._plan.ahead(self._asked, self._length, self._said)
-        return self._ahead
-
-    def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
-        self._proposal = []
-        asked = self._asked if most is not None else 0
-        proposal = verdict.proposal if verdict.HasField("proposal") else None
-        found = proposal is not None and self._answers(verdict, proposal, asked)
-        if most is None:
-            return False
-        runs_ahead = self._ahead > 0
-        if runs_ahead:
-            self._ahead, self._asked_s = self._ahead - 1, time.perf_counter()
-        else:
-            self._asked = 0
-        # Where the last step brought much, there may be room for less than was asked for, or none.
-        room = min(asked, most)
-        if room > 0:
-            self._round_k, self._proposed, self._source = room, False, ""
-            if proposal is not None and found:
-                self._read(proposal, asked, room, len(ids), runs_ahead)
-            elif runs_ahead and proposal is None:
-                # The target does not know of runs ahead: no fault of the drafter's.
-                self._record.fell_back("no_proposal")
-            else:
-                self._failed("no_proposal")
-        return False
-
-    def _answers(
-        self, verdict: target_pb2.Verdict, proposal: common_pb2.Proposal, asked: int
-    ) -> bool:
-        """Whether a proposal continues this verdict; another one is dropped and counted."""
-        if proposal.key != verdict.key:
-            cause = "session"
-        elif proposal.step_id != verdict.step_id or not asked:
-            cause = "step"
-        elif proposal.base_len != verdict.new_len:
-            cause = "length"
-        else:
-            return True
-        self._at.dropped(cause)
-        return False
-
-    def _read(
-        self, proposal: common_pb2.Proposal, asked: int, room: int, length: int, whole: bool
-    ) -> None:
-        assert self._at.choice is not None
-        if proposal.reason == _FAILED and not proposal.ids:
-            self._failed(_FAILED)
-            return
-        standing, worked_s = self._at.choice.standing, worked_ns(proposal.timings) / 1e9
-        standing.breaker.success()
-        standing.note_proposal(worked_s)
-        standing.costs.note(asked, self._at.target.busy, length, worked_s)
-        self._said = bool(proposal.confidences)
-        self._proposal, _ = self._take(proposal, asked, length, room, whole)
-
-    def _failed(self, cause: str) -> None:
-        """Where it fails again and again its sessions go on plain, and one asks now and then."""
-        assert self._at.choice is not None
-        self._record.fell_back(cause)
-        self._at.choice.standing.breaker.failure(self._asked_s)
+    def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
+        k = self._plan.tokens(step, length, most)
+        ahead = self._plan.ahead(k, length, self._said) if drafted and k else 0
+        self._begin(k, ahead)
+        return k, ahead

@@ -50,13 +50,15 @@ class Drafting(ABC):
         """The tokens for the next step; none when there are none, or they are late."""
 
     @abstractmethod
-    def then_propose(self, step: int, length: int, most: int) -> int:
+    def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
         """Tokens, at most `most`, that the target is to bring with the verdict of `step`, for the
-        step after it; a session may have `length` tokens by then."""
+        step after it; a session may have `length` tokens by then. And for how many rounds it may go
+        on so by itself behind `step`, which is about to be sent, and has tokens where it `drafted`.
+        """
 
-    def ahead(self) -> int:
-        """Rounds that the target may go on for by itself after the step that is about to be sent,
-        each with the drafter's tokens."""
+    @property
+    def wait_us(self) -> int:
+        """Longest wait of the target for a proposal, where that comes from elsewhere."""
         return 0
 
     def judged(self, accepted: int) -> None:

@@ -1,4 +1,5 @@
-"""Rounds with a draft service: `Advance` after each verdict, a bounded wait for the proposal."""
+"""Rounds with a draft service: `Advance` after each verdict, a bounded wait for the proposal. Where
+the target can ask it and K stands, it goes on by itself for a while (`run_ahead.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from coordinator.attachment import Attachment
 from coordinator.drafting import Drafting
 from coordinator.plan import Plan
 from coordinator.record import Record, worked_ns
+from coordinator.run_ahead import RunAhead
 from coordinator.settings import CoordinatorSettings
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
@@ -34,23 +36,60 @@ class Separate(Drafting):
     ) -> None:
         super().__init__(at, plan, settings, record)
         self._rowless = 0
+        self._run = RunAhead(at, plan, settings, record)
+        # Tokens of the latest decision, and those decided on for the next question already; and
+        # whether the drafter says how sure it is.
+        self._k, self._said = 0, False
+        self._next_k: int | None = None
         self._asked: _Question | None = None
         # A question whose answer did not come in time; it still tells how long answers take.
         self._overdue: _Question | None = None
 
     @property
     def in_hand(self) -> list[int] | None:
-        return None
+        return self._run.in_hand
 
-    def then_propose(self, step: int, length: int, most: int) -> int:
-        return 0
+    @property
+    def wait_us(self) -> int:
+        return max(1, min(int(self._budget_s(self._k) * 1e6), 2**32 - 1))
+
+    def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
+        """Tokens of this round where K may stand; those of a round that a run ahead brought were
+        not decided on."""
+        brought = bool(self._run.in_hand)
+        self._run.end()
+        self._next_k = None
+        if not drafted or not self._at.direct:
+            return 0, 0
+        if brought:
+            self._k = self._next_k = self._plan.tokens(step, length, most)
+        k = min(self._k, most)
+        ahead = self._plan.ahead(k, length, self._said) if k > 0 else 0
+        if not ahead:
+            return 0, 0
+        self._next_k = None
+        self._run.begin(k, ahead)
+        return k, ahead
+
+    def judged(self, accepted: int) -> None:
+        super().judged(accepted)
+        self._run.judged(accepted)
 
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
         self._asked, self.waited_ns, self.drafted_ns = None, 0, 0
+        if self._run.on:
+            self._run.advance(verdict, ids, most)
+            if self._run.in_hand is not None:
+                return False
         if verdict.step_id == 0:
             # How long the target took for the context that the drafter is taking in now.
             self._at.grace_s = worked_ns(verdict.timings) / 1e9
-        k = 0 if most is None else self._plan.tokens(verdict.step_id, len(ids), most)
+        k = 0
+        if most is not None and self._next_k is not None:
+            k = min(self._next_k, most)
+        elif most is not None:
+            k = self._plan.tokens(verdict.step_id, len(ids), most)
+        self._k, self._next_k = k, None
         if not self._at.attached or self._at.mail is None:
             return False
         if self._at.mail.failed:
@@ -136,6 +175,7 @@ class Separate(Drafting):
         standing.note_proposal(answered_ns / 1e9)
         self._note_cost(asked, answered_ns)
         self.drafted_ns = message.timings.compute_ns + once
+        self._said = bool(message.confidences)
         ids, cause = self._take(message, asked.k, asked.length, asked.k)
         self._rowless = self._rowless + 1 if cause == "rows_missing" else 0
         if self._rowless >= _ROWLESS_ROUNDS:

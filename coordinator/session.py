@@ -164,7 +164,7 @@ class Session:
             and not (self.emitted or parent._closed)
         )
         length = len(self._ids) + 1
-        first = self._drafting.then_propose(0, length, self._most(length))
+        first, _ = self._drafting.then_propose(0, length, self._most(length), False)
         request = open_target(
             self.spec,
             self._settings,
@@ -238,9 +238,13 @@ class Session:
         step = self._steps.step + 1 + free_run
         shortest = len(self._ids) + 1 + free_run
         most = self._most(shortest)
-        then_propose = self._drafting.then_propose(step, shortest + len(draft), most)
-        ahead = self._drafting.ahead() if draft and then_propose else 0
-        self._steps.verify(len(self._ids), draft, free_run or ahead, then_propose, ahead > 0)
+        then_propose, ahead = self._drafting.then_propose(
+            step, shortest + len(draft), most, bool(draft)
+        )
+        wait_us = self._drafting.wait_us if ahead else 0
+        self._steps.verify(
+            len(self._ids), draft, free_run or ahead, then_propose, ahead > 0, wait_us
+        )
 
     async def _verdict(self) -> target_pb2.Verdict:
         """The verdict of the awaited step; anything else is dropped and counted."""

@@ -45,6 +45,7 @@ class Steps:
         free_run: int,
         then_propose: int,
         drafts_ahead: bool = False,
+        draft_wait_us: int = 0,
     ) -> None:
         """The next step, after which the target may run ahead. Its last verdict, or with
         `drafts_ahead` each, brings `then_propose` tokens of a co-located drafter."""
@@ -58,6 +59,7 @@ class Steps:
         verify.draft_ids.extend(draft)
         verify.free_run, verify.then_propose = free_run, then_propose
         verify.deadline_ms, verify.drafts_ahead = remaining_ms(self._deadline), drafts_ahead
+        verify.draft_wait_us = draft_wait_us
         self._send(item)
 
     def follow(self, drafted: int = 0) -> None:

@@ -19,7 +19,7 @@ from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
 from coordinator.yields import Yields
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import Message, channel_options
+from specwire.rpc import ASKS_MINOR, Message, channel_options
 from specwire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         self.info: target_pb2.TargetServiceGetInfoResponse | None = None
         # Of it, what every round asks for; 0 before the first greeting.
         self.most_draft_tokens = self.max_length = self.vocab_size = 0
+        # It can ask a draft service itself.
+        self.asks_drafts = False
         self.text: TextModel | None = None
         # Running mean of a session's verify exchange at the present load; None before the first.
         self.round_s: float | None = None
@@ -126,6 +128,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         self.most_draft_tokens = int(info.max_draft_tokens)
         self.max_length = int(info.model.max_length_tokens)
         self.vocab_size = int(info.model.vocab_size)
+        self.asks_drafts = info.worker.protocol_minor >= ASKS_MINOR
         self.costs, self._yields = Costs(from_wire(info.costs, anchor=1)), {}
         self.colocated = await self._drafters_inside(info.worker.incarnation)
         return int(info.worker.incarnation)
@@ -265,6 +268,11 @@ class DraftWorker(Worker[draft_pb2.DraftItem]):
             fitting.update(fits)
             refused.update(not_fits)
         return fitting, {m: text for m, text in refused.items() if m not in fitting}
+
+    @property
+    def answers_targets(self) -> bool:
+        """Whether a target may ask it on the stream of its rows."""
+        return self.info is not None and self.info.worker.protocol_minor >= ASKS_MINOR
 
     @property
     def push_address(self) -> str:

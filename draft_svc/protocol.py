@@ -71,6 +71,19 @@ class Protocol:
             self.metrics.event(error.reason.value.lower())
             reply(replies.refused(item, error))
 
+    def asked(self, target_incarnation: int, advance: draft_pb2.Advance, reply: Reply) -> None:
+        """An Advance of the target itself, about a session that was opened for it. Never raises
+        for what a peer sent."""
+        try:
+            session = self.sessions.find(advance.key)
+            if session is not None and session.target_incarnation != target_incarnation:
+                text = "the session was opened for another target"
+                raise SpecwireError(Reason.SESSION_UNKNOWN, text)
+            self.rounds.advance(advance, reply)
+        except SpecwireError as error:
+            self.metrics.event(error.reason.value.lower())
+            reply(replies.refusal(advance.key, advance.step_id, error))
+
     def _open(self, request: draft_pb2.OpenDraft, reply: Reply) -> None:
         known = self.sessions.any_generation(request.key)
         if known is not None and known.key.generation > request.key.generation:

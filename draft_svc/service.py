@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from draft_svc.info import drafter_infos
 from draft_svc.protocol import Protocol
@@ -14,6 +14,8 @@ from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR, Outbox, OutboxFull
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 SERVICE_NAME = "specwire.v1.DraftService"
+
+Answer = TypeVar("Answer", draft_pb2.DraftReply, draft_pb2.PushFeaturesResponse)
 
 
 def worker_info(incarnation: int, device: str) -> common_pb2.WorkerInfo:
@@ -58,7 +60,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     replies=replies,
                     load=self._load(),
                 )
-            await reader
+            if reader.done():  # else the outbox was given up: the stream ends here
+                await reader
         finally:
             outbox.close()
             reader.cancel()
@@ -69,12 +72,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         outbox: Outbox[draft_pb2.DraftReply],
     ) -> None:
         def reply(message: draft_pb2.DraftReply) -> None:
-            try:
-                outbox.put(message)
-            except OutboxFull:
-                # The peer does not read. Its sessions stay; it gets a new link when it comes back.
-                self._protocol.metrics.event("outbox_full")
-                outbox.close()
+            self._put(outbox, message)
 
         try:
             async for frame in frames:
@@ -86,10 +84,48 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def PushFeatures(
         self, request_iterator: AsyncIterator[draft_pb2.PushFeaturesRequest], context: Any
     ) -> AsyncIterator[draft_pb2.PushFeaturesResponse]:
+        outbox: Outbox[draft_pb2.PushFeaturesResponse] = Outbox()
+        reader = asyncio.create_task(self._read_rows(request_iterator, outbox))
+        try:
+            while answers := await outbox.take_all():
+                response = answers[0]
+                for more in answers[1:]:
+                    response.MergeFrom(more)
+                yield response
+            if reader.done():  # else the outbox was given up: the stream ends here
+                await reader
+        finally:
+            outbox.close()
+            reader.cancel()
+
+    async def _read_rows(
+        self,
+        frames: AsyncIterator[draft_pb2.PushFeaturesRequest],
+        outbox: Outbox[draft_pb2.PushFeaturesResponse],
+    ) -> None:
+        """Rows before the questions that came with them, which need them."""
         rounds = self._protocol.rounds
-        async for frame in request_iterator:
-            acks = [rounds.take_rows(frame.target_incarnation, chunk) for chunk in frame.chunks]
-            yield draft_pb2.PushFeaturesResponse(acks=acks)
+
+        def reply(message: draft_pb2.DraftReply) -> None:
+            self._put(outbox, draft_pb2.PushFeaturesResponse(replies=[message]))
+
+        try:
+            async for frame in frames:
+                acks = [rounds.take_rows(frame.target_incarnation, chunk) for chunk in frame.chunks]
+                if acks or not frame.asks:
+                    self._put(outbox, draft_pb2.PushFeaturesResponse(acks=acks))
+                for ask in frame.asks:
+                    self._protocol.asked(frame.target_incarnation, ask, reply)
+        finally:
+            outbox.close()
+
+    def _put(self, outbox: Outbox[Answer], answer: Answer) -> None:
+        try:
+            outbox.put(answer)
+        except OutboxFull:
+            # The peer does not read. Its sessions stay; it gets a new stream when it comes back.
+            self._protocol.metrics.event("outbox_full")
+            outbox.close()
 
     def _load(self) -> draft_pb2.DraftLoad:
         stats = self._protocol.worker.stats

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.api import Item, ItemResult, TokenLogprobs
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.asks import Answer, Answered, Question
 from target_svc.metrics import Metrics
 from target_svc.outcome import Outcome
 from target_svc.proposing import Made
@@ -32,6 +33,11 @@ class Ended:
     kept: Outcome | None = None
     proposal: Made | None = None
     opening: bool = False
+    # What a draft service is asked behind the rows. While somebody is to be told of the answer the
+    # rows alone go out; the verdict is said later, with it.
+    question: Question | None = None
+    answered: Answered | None = None
+    rows_sent: bool = False
 
 
 class Answers:
@@ -61,7 +67,7 @@ class Answers:
             if session.closed:
                 continue
             try:
-                if kept is not None:
+                if kept is not None and ended.answered is None:
                     session.answer = reply = target_pb2.TargetReply()
                     _write(reply.verdict, ended, kept)
                     session.link.send(reply)
@@ -73,11 +79,18 @@ class Answers:
                     tokens += len(kept.tokens)
                 # Behind the verdict, which has the longer way: through the coordinator, to the
                 # draft.
-                if session.sink is not None:
+                if session.sink is not None and not ended.rows_sent:
+                    ended.rows_sent = True
                     _send_rows(ended)
+                    if ended.question is not None:
+                        session.sink.ask(ended.question, ended.answered or _unheard)
             except Exception as error:  # of the engine, which failed late: the others go on
                 self.on_lost(session, ended.step.step_id, error)
         self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
+
+
+def _unheard(answer: Answer) -> None:
+    """Nothing was wanted: the draft follows, that is all."""
 
 
 def _unexpected(session: Session, step_id: int, error: Exception) -> None:
@@ -132,8 +145,12 @@ def _put_proposal(
         at.confidences.extend(made.confidences)
     if made.reason:
         at.reason = made.reason
+    if made.source:
+        at.source = made.source
     if made.compute_ns:
         at.timings.compute_ns = made.compute_ns
+    if made.queue_ns:
+        at.timings.queue_ns = made.queue_ns
     if made.once_ns:
         at.timings.once_ns = made.once_ns
 

@@ -129,6 +129,21 @@ def _colocated(request: target_pb2.OpenTarget, limits: Limits) -> int:
     return min(asked.max_draft_tokens or most, most)
 
 
+def check_asking(request: target_pb2.Verify, colocated: bool, pushes: bool) -> None:
+    """That a session has somebody who proposes: a co-located drafter, or a draft service that its
+    rows go to, which is asked in a run ahead only."""
+    if colocated:
+        return
+    if not pushes:
+        text = "then_propose: the session was opened without a co-located drafter or push_to"
+        raise SpecwireError(Reason.UNSUPPORTED, text)
+    if not request.drafts_ahead:
+        accepted = "0 where a draft service proposes, but with drafts_ahead"
+        raise SpecwireError.field("then_propose", request.then_propose, accepted)
+    if not request.draft_wait_us:
+        raise SpecwireError.field("draft_wait_us", 0, "1 or more where a draft service proposes")
+
+
 def _prompt(request: target_pb2.OpenTarget, limits: Limits) -> tuple[int, ...]:
     ids = tuple(decode_ids(request.ids))
     if not ids:

@@ -18,6 +18,7 @@ from specwire.errors import Reason, SpecwireError
 from specwire.rpc import CHUNK_BYTES, channel_options
 from specwire.tensors import Rows, chunk_rows, rows_to_bytes
 from specwire.v1 import draft_pb2, draft_pb2_grpc
+from target_svc.asks import LOST, Answered, OpenAsks, Question
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
 from target_svc.sessions import Key
@@ -85,7 +86,7 @@ class SessionRows:
     """The row sink of one session."""
 
     def __init__(self, stream: PushStream, key: Key) -> None:
-        self._stream, self._key = stream, key_to_wire(key)
+        self._stream, self._name, self._key = stream, key, key_to_wire(key)
         stream.attach()
 
     def push(self, step_id: int, start: int, rows: Rows) -> None:
@@ -99,7 +100,27 @@ class SessionRows:
             )
             self._stream.put(chunk)
 
+    def ask(self, question: Question, answered: Answered) -> None:
+        """Asks the draft for a proposal, behind the rows that were pushed before. `answered` is
+        called once, with a refusal where the stream breaks too; never from here."""
+        ask = draft_pb2.Advance(
+            key=self._key,
+            step_id=question.step_id,
+            base_len=question.base_len,
+            tokens=question.tokens,
+            k=question.k,
+            deadline_ms=-(-question.wait_us // 1000),
+            rows_start=question.rows_start,
+            rows_count=question.rows_count,
+        )
+        self._stream.ask(self._name, ask, answered)
+
+    def forget(self) -> None:
+        """Nobody waits for an answer any more."""
+        self._stream.forget(self._name)
+
     def release(self) -> None:
+        self.forget()
         self._stream.detach()
 
 
@@ -112,6 +133,10 @@ class PushStream:
         self._address, self._incarnation, self._metrics = address, incarnation, metrics
         self._queue_bytes, self._window = settings.push_queue_bytes, settings.push_window_bytes
         self._queue: deque[draft_pb2.FeatureChunk] = deque()
+        self._asks: list[draft_pb2.Advance] = []
+        self._open_asks = OpenAsks()
+        # The draft has answered on the present stream.
+        self._up = False
         self._queued = 0
         self._in_flight = 0
         self._changed = asyncio.Event()
@@ -135,6 +160,19 @@ class PushStream:
         self._queue.append(chunk)
         self._queued += len(chunk.rows)
         self._changed.set()
+
+    def ask(self, name: Key, ask: draft_pb2.Advance, answered: Answered) -> None:
+        """Questions need no credit: a session has one at a time."""
+        if not self._up:
+            asyncio.get_running_loop().call_soon(answered, LOST)
+            return
+        self._open_asks.add(name, ask.step_id, answered)
+        self._asks.append(ask)
+        self._changed.set()
+
+    def forget(self, name: Key) -> None:
+        """The session is over, or waits no longer: nobody is told of an answer any more."""
+        self._open_asks.pop(name)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -184,14 +222,20 @@ class PushStream:
             elif isinstance(outcome, Exception):
                 raise outcome
         self._metrics.rows("lost", self._in_flight)
+        self._up = False
+        self._asks.clear()
+        self._open_asks.fail()
         return answered.is_set()
 
     async def _write(self, call: Any) -> None:
         while True:
-            while not (chunks := self._frame()):
+            while not (chunks := self._frame()) and not self._asks:
                 await self._wait()
+            asks, self._asks = self._asks, []
             await call.write(
-                draft_pb2.PushFeaturesRequest(target_incarnation=self._incarnation, chunks=chunks)
+                draft_pb2.PushFeaturesRequest(
+                    target_incarnation=self._incarnation, chunks=chunks, asks=asks
+                )
             )
             self._metrics.rows("sent", sum(len(chunk.rows) for chunk in chunks))
 
@@ -216,11 +260,15 @@ class PushStream:
     async def _read(self, call: Any, answered: asyncio.Event) -> None:
         async for response in call:
             answered.set()
+            self._up = True
             for ack in response.acks:
                 self._in_flight = max(0, self._in_flight - ack.credit_bytes)
                 if ack.HasField("error"):
                     self._metrics.dropped("rows_" + _cause(ack.error.reason))
-            self._changed.set()
+            for reply in response.replies:
+                self._open_asks.answer(reply)
+            if response.acks:
+                self._changed.set()
 
 
 def _cause(reason: str) -> str:

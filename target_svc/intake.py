@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import HEARTBEAT_SESSIONS, check_heartbeat
 from specwire.v1 import common_pb2, target_pb2
-from target_svc.decode import Limits, key_of, key_to_wire, open_spec
+from target_svc.decode import Limits, check_asking, key_of, key_to_wire, open_spec
 from target_svc.features import FeatureExporter
 from target_svc.metrics import Metrics
 from target_svc.outcome import usable_draft
@@ -133,10 +133,9 @@ class Intake:
         session = self._find(link, key_of(request.key))
         if session is None or self._repeat(session, request.step_id):
             return
-        if request.then_propose and not session.spec.draft_tokens:
-            text = "then_propose: the session was opened without a co-located drafter"
-            raise SpecwireError(Reason.UNSUPPORTED, text)
-        if request.drafts_ahead and not request.then_propose:
+        if request.then_propose:
+            check_asking(request, session.spec.draft_tokens > 0, session.sink is not None)
+        elif request.drafts_ahead:
             accepted = "false where then_propose is 0"
             raise SpecwireError.field("drafts_ahead", True, accepted)
         if not request.base_len:
@@ -154,8 +153,9 @@ class Intake:
             free_run=min(request.free_run, _LAST_STEP - request.step_id),
             deadline=self._deadline(request.deadline_ms),
             received=time.perf_counter(),
-            then_propose=request.then_propose,
+            then_propose=min(request.then_propose, self._limits.max_draft_tokens),
             drafts_ahead=request.drafts_ahead,
+            draft_wait_us=request.draft_wait_us,
         )
         self._scheduler.submit(session, step)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from engine.api import Item, ItemResult
+from engine.api import Item, ItemResult, nothing
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import target_pb2
 from target_svc import results
 from target_svc.answers import Answers, Ended
+from target_svc.asking import HeldVerdict, asks_service, question
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
 from target_svc.outcome import usable_draft
-from target_svc.proposing import Made
+from target_svc.proposing import REASON_K_LIMIT, Made
 from target_svc.residency import Residency
 from target_svc.session_table import SessionTable
 from target_svc.sessions import Session, Step
@@ -40,6 +42,8 @@ class Progress:
         self._shapes, self._residency, self._sharing = shapes, residency, sharing
         self._sessions, self._metrics, self._answers = sessions, metrics, answers
         self._vocab_size = vocab_size
+        # Told that a session may run which nobody has just submitted.
+        self.on_ready: Callable[[], None] = nothing
 
     def add(self, session: Session) -> None:
         """Takes a new session with its step 0."""
@@ -53,6 +57,9 @@ class Progress:
         if session.next is not None:
             self._metrics.dropped("superseded_step")
         session.next = step
+        if session.held is not None:
+            session.held.settle(None)
+            return
         if session.step is not None and not session.step.asked and not session.running:
             session.step = None  # the free run ends here
         self._begin_next(session)
@@ -61,6 +68,8 @@ class Progress:
         """Forgets a session, even in the middle of a step; the next step finds its pages free."""
         self._sessions.remove(session)
         self.ready.pop(id(session), None)
+        if session.held is not None:
+            session.held.drop()
         if session.sink is not None:
             session.sink.release()
         self._residency.release(session)
@@ -107,17 +116,44 @@ class Progress:
         self._answers.add(ended)  # before whatever the next step has said
         if item.draws:
             ended.opening, ended.kept = session.opening, results.commit(session, step, result)
-            self._go_on(session, step, now, proposal)
+            if asks_service(session, step):
+                self._ask(session, step, ended, now)
+                return
+            self._end(session, step, now)
+            self._go_on(session, step, proposal)
         else:
             self._shapes.end_chunk(session, item.start)
             results.end_chunk(session)
         self._sharing.publish(session)
 
-    def _go_on(self, session: Session, step: Step, now: float, proposal: Made | None) -> None:
-        """Begins what is next: a newer item, or the free run."""
+    def _ask(self, session: Session, step: Step, ended: Ended, now: float) -> None:
+        """Asks the draft service behind the step's rows; its verdict waits for the answer."""
+        self._end(session, step, now)
+        self.ready.pop(id(session), None)
+        ended.question = question(session, step, ended.base)
+        if ended.question.k:
+            session.held = held = HeldVerdict(
+                session, ended, self._answers, self._metrics, self._answered
+            )
+            ended.answered = held.settle
+        else:
+            ended.proposal = Made(reason=REASON_K_LIMIT)
+            self._go_on(session, step, ended.proposal)
+        self._sharing.publish(session)
+
+    def _answered(self, session: Session, step: Step, proposal: Made | None) -> None:
+        self._go_on(session, step, proposal)
+        if session.step is None:
+            self._answers.flush()  # somebody waits for it
+        self.on_ready()
+
+    def _end(self, session: Session, step: Step, now: float) -> None:
         if step.asked:
             session.renew(now)
         session.step, session.idle_since = None, now
+
+    def _go_on(self, session: Session, step: Step, proposal: Made | None) -> None:
+        """Begins what is next: a newer item, or the free run."""
         if session.next is None and step.free_run and not session.finished:
             draft = self._ahead(session, step, proposal)
             self._start(session, results.free_step(session, step, draft))
@@ -131,7 +167,7 @@ class Progress:
         than one on a link."""
         if proposal is None or not step.drafts_ahead:
             return []
-        most = min(step.then_propose, session.spec.draft_tokens)
+        most = min(step.then_propose, session.spec.draft_tokens or step.then_propose)
         draft, cause = usable_draft(proposal.ids, self._vocab_size, most)
         if cause:
             self._metrics.dropped(cause, len(proposal.ids) - len(draft))

@@ -29,6 +29,9 @@ class Made(NamedTuple):
     reason: str = ""
     compute_ns: int = 0
     once_ns: int = 0
+    # Of a draft service: the rest of the time until its answer was here, and who proposed.
+    queue_ns: int = 0
+    source: str = ""
 
 
 class Wish(NamedTuple):

@@ -47,4 +47,5 @@ def free_step(session: Session, after: Step, draft: list[int]) -> Step:
         asked=False,
         then_propose=after.then_propose,
         drafts_ahead=after.drafts_ahead,
+        draft_wait_us=after.draft_wait_us,
     )

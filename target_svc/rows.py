@@ -10,6 +10,7 @@ import torch
 
 from engine.api import ItemResult
 from specwire.tensors import Rows
+from target_svc.asks import Answered, Question
 
 
 def rows_of(result: ItemResult) -> Rows | None:
@@ -25,6 +26,10 @@ class RowSink(Protocol):
     """Takes the rows of one session to its draft; never blocks, and drops what does not fit."""
 
     def push(self, step_id: int, start: int, rows: Rows) -> None: ...
+
+    def ask(self, question: Question, answered: Answered) -> None: ...
+
+    def forget(self) -> None: ...
 
     def release(self) -> None: ...
 

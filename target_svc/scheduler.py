@@ -65,6 +65,7 @@ class Scheduler:
             self._answers,
             engine.info.vocab_size,
         )
+        self._progress.on_ready = self._wake.set
         self._batches = BatchBuilder(
             engine,
             settings.prefill_chunk_tokens,

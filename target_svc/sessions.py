@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from engine.api import Sampling, TokenLogprobs
 from engine.kv.pool import PageTable
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.asks import Answer
 from target_svc.rows import RowHistory, RowSink
 
 
@@ -83,10 +84,20 @@ class Step:
     # Spent on what the engine need not do again; no part of the above.
     once_ns: int = 0
     width: int = 0
-    # Tokens that the co-located drafter proposes behind this step's verdict, or the last one's of
+    # Tokens that the drafter proposes behind this step's verdict, or the last one's of
     # its free run; `drafts_ahead`: behind each, and the next step verifies them.
     then_propose: int = 0
     drafts_ahead: bool = False
+    # Longest wait for a draft service's proposals.
+    draft_wait_us: int = 0
+
+
+class Held(Protocol):
+    """A verdict that waits for the proposal that continues it."""
+
+    def settle(self, answer: Answer | None) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +142,9 @@ class Session:
     step: Step | None = None
     next: Step | None = None
     running: bool = False
+    # Whose verdict waits for a draft service, and how many ids that service was told of.
+    held: Held | None = None
+    told: int = 0
     finished: bool = False
     closed: bool = False
 

@@ -12,7 +12,9 @@ from typing import Generic, Protocol, TypeVar
 from specwire.errors import Reason, SpecwireError
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
+# Since this minor version targets ask draft services themselves in a run ahead, and are answered.
+ASKS_MINOR = 1
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 LINK_MESSAGE_BYTES = 16 * 1024 * 1024

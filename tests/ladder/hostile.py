@@ -35,12 +35,14 @@ class HostileDraft(ScriptedDraft):
         self.trick = trick
         self.other: ScriptedDraft | None = None
         self.rounds = 0
+        # Steps of the victim before the first trick.
+        self.honest_steps = 0
         self.links = 0
         self.memory: list[Any] = []
         self._frames: asyncio.Queue[Any] = asyncio.Queue()
 
     def _play(self, draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Any]:
-        if ids[0] != VICTIM or not item.k:
+        if ids[0] != VICTIM or not item.k or item.step_id < self.honest_steps:
             return perfect(self, item, ids) if item.k else []
         self.rounds += 1
         return self.trick(self, item, ids)

@@ -12,10 +12,11 @@ import asyncio
 import pytest
 
 from specwire.generation import Generation
+from specwire.rpc import ASKS_MINOR
 from tests.ladder import hostile
 from tests.ladder.hostile import VICTIM, HostileDraft, Trick
 from tests.ladder.services import Services, services
-from tests.service.coordinator_harness import ScriptedDraft, document
+from tests.service.coordinator_harness import ScriptedDraft, document, row_drafter
 from tests.service.toy_engine import ToyEngine, continuation
 
 TOKENS, K = 48, 3
@@ -58,6 +59,18 @@ LINK_TRICKS: list[tuple[Trick, str]] = [
     (hostile.dies, "draft_lost"),
 ]
 LATE_TRICKS: list[Trick] = [hostile.never, hostile.slow]
+# Played on a target that asks the service itself, on the stream of its rows.
+ASKED_TRICKS: list[Trick] = [
+    hostile.out_of_range,
+    hostile.huge,
+    hostile.stale,
+    hostile.duplicated,
+    hostile.future,
+    hostile.other_session,
+    hostile.gap_above,
+    hostile.malformed_items,
+    hostile.strange_refusals,
+]
 
 
 def name(trick: object) -> str | None:
@@ -126,6 +139,26 @@ async def test_tricks_with_items(trick: Trick, where: str | None, cause: str) ->
         await closed(made)
         assert drafts[0].links == 1, "no item may cost the link"
         # The service is still used, and a session without tricks is as fast as ever.
+        drafts[0].trick = lambda draft, item, ids: hostile.perfect(draft, item, ids)
+        unharmed((await run(made))["victim"])
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("trick", ASKED_TRICKS, ids=name)
+async def test_tricks_with_a_target_that_asks(trick: Trick) -> None:
+    """The same in a run ahead, where nobody else looks at what the target verifies next."""
+    drafts = HostileDraft(trick, **row_drafter()), ScriptedDraft(method="other", is_default=False)
+    drafts[0].other, drafts[0].minor = drafts[1], ASKS_MINOR
+    engine = ToyEngine(step_s=0.002)
+    settings = {"proposal_wait_min_ms": 500, "breaker_lates": 1000, "draft_open_ms": 5_000}
+    async with services(engine, document(), drafts, num_speculative_tokens=K, **settings) as made:
+        # The first proposal of a session is asked for by the coordinator, and begins the run.
+        drafts[0].honest_steps = 1
+        results = await run(made)
+        assert len(drafts[0].asks) > 4 and drafts[0].rounds >= 2, "the trick was played"
+        unharmed(results["third"])
+        unharmed(results["neighbour"])
+        await closed(made)
         drafts[0].trick = lambda draft, item, ids: hostile.perfect(draft, item, ids)
         unharmed((await run(made))["victim"])
     engine.check_integrity()

@@ -65,13 +65,17 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         self.drafter = draft_pb2.DrafterInfo(
             **{"method": "toy", "max_draft_tokens": 7, "is_default": True, **drafter}
         )
+        # Minor protocol version: of one that targets do not ask, unless a test says so.
+        self.minor = 0
         self.incarnation = new_incarnation()
         # Sent instead of the true one in frames, where set.
         self.false_incarnation = 0
         self.silent_open = False
         self.sessions: dict[tuple[int, int], list[int]] = {}
         self.opens: list[draft_pb2.OpenDraft] = []
+        # What coordinators told and asked, and what targets did.
         self.advances: list[draft_pb2.Advance] = []
+        self.asks: list[draft_pb2.Advance] = []
         self.closes: list[Any] = []
         self.row_bytes: dict[tuple[int, int], int] = defaultdict(int)
         self.server: grpc.aio.Server | None = None
@@ -90,7 +94,9 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
             await self.server.stop(0)
 
     async def GetInfo(self, request: Any, context: Any) -> draft_pb2.DraftServiceGetInfoResponse:
-        worker = common_pb2.WorkerInfo(protocol_major=1, incarnation=self.incarnation)
+        worker = common_pb2.WorkerInfo(
+            protocol_major=1, protocol_minor=self.minor, incarnation=self.incarnation
+        )
         return draft_pb2.DraftServiceGetInfoResponse(worker=worker, drafters=[self.drafter])
 
     async def Link(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
@@ -107,10 +113,11 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
             for chunk in frame.chunks:
                 self.row_bytes[chunk.key.session_id, chunk.step_id] += len(chunk.rows)
             yield draft_pb2.PushFeaturesResponse(
+                replies=[reply for ask in frame.asks for reply in self._asked(ask)],
                 acks=[
                     draft_pb2.FeatureAck(key=c.key, step_id=c.step_id, credit_bytes=len(c.rows))
                     for c in frame.chunks
-                ]
+                ],
             )
 
     def _handle(self, item: draft_pb2.DraftItem) -> list[Reply]:
@@ -135,10 +142,17 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
 
     def _advance(self, item: draft_pb2.Advance) -> list[Reply]:
         self.advances.append(item)
+        return self._told(item)
+
+    def _asked(self, item: draft_pb2.Advance) -> list[Reply]:
+        self.asks.append(item)
+        return self._told(item)
+
+    def _told(self, item: draft_pb2.Advance) -> list[Reply]:
         ids = self.sessions.get(_name(item.key))
         if ids is None:
             return [refusal(item, "SESSION_UNKNOWN")]
-        assert item.base_len <= len(ids), "the coordinator left a gap"
+        assert item.base_len <= len(ids), "a gap was left"
         ids[item.base_len :] = item.tokens
         return self.script(self, item, list(ids))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,76 @@ class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
         async with asyncio.timeout(5), self._changed:
             await self._changed.wait_for(lambda: sum(c.count for c in self.chunks) >= count)
         return self.chunks
+
+
+# What a scripted draft answers to a target that asks it.
+AskScript = Callable[[draft_pb2.Advance], list[draft_pb2.DraftReply]]
+
+
+def answer(ask: draft_pb2.Advance, ids: Sequence[int], **changes: Any) -> draft_pb2.DraftReply:
+    """A proposal that answers an ask, but for the `changes`."""
+    fields: dict[str, Any] = {
+        "key": ask.key,
+        "step_id": ask.step_id,
+        "base_len": ask.base_len + len(ask.tokens),
+    }
+    return draft_pb2.DraftReply(proposal=common_pb2.Proposal(**{**fields, "ids": ids, **changes}))
+
+
+def no_answer(ask: draft_pb2.Advance, reason: str = "NEED_TOKENS") -> draft_pb2.DraftReply:
+    error = common_pb2.ItemError(reason=reason, message="scripted")
+    refused = draft_pb2.DraftRefused(key=ask.key, step_id=ask.step_id, error=error)
+    return draft_pb2.DraftReply(refused=refused)
+
+
+class AskedDraft(FakeDraft):
+    """Keeps what it is asked; answers by its script, or what a test says."""
+
+    def __init__(self, script: AskScript = lambda _: []) -> None:
+        super().__init__()
+        self.script = script
+        self.asks: list[draft_pb2.Advance] = []
+        # Rows that had come when each was asked, and who asked.
+        self.rows_before: list[int] = []
+        self.asked_by: set[int] = set()
+        self._out: asyncio.Queue[draft_pb2.PushFeaturesResponse | None] = asyncio.Queue()
+
+    async def PushFeatures(self, request_iterator: Any, context: Any) -> Any:
+        self.streams += 1
+        self._out = out = asyncio.Queue()
+        reader = asyncio.create_task(self._take(request_iterator))
+        try:
+            while (response := await out.get()) is not None:
+                yield response
+        finally:
+            reader.cancel()
+
+    async def _take(self, requests: Any) -> None:
+        async for request in requests:
+            acks = [
+                draft_pb2.FeatureAck(key=c.key, credit_bytes=len(c.rows)) for c in request.chunks
+            ]
+            replies = [reply for ask in request.asks for reply in self.script(ask)]
+            self._out.put_nowait(draft_pb2.PushFeaturesResponse(acks=acks, replies=replies))
+            async with self._changed:
+                self.chunks += request.chunks
+                self.asks += request.asks
+                rows = sum(chunk.count for chunk in self.chunks)
+                self.rows_before += [rows] * len(request.asks)
+                self.asked_by |= {request.target_incarnation} if request.asks else set()
+                self._changed.notify_all()
+
+    def say(self, *replies: draft_pb2.DraftReply) -> None:
+        self._out.put_nowait(draft_pb2.PushFeaturesResponse(replies=replies))
+
+    def end_stream(self) -> None:
+        self._out.put_nowait(None)
+
+    async def asked(self, count: int) -> draft_pb2.Advance:
+        """The `count`-th thing that it was asked, once it is."""
+        async with asyncio.timeout(5), self._changed:
+            await self._changed.wait_for(lambda: len(self.asks) >= count)
+        return self.asks[count - 1]
 
 
 @asynccontextmanager

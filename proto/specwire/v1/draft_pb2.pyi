@@ -207,12 +207,14 @@ class DraftClosed(_message.Message):
     def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ...) -> None: ...
 
 class PushFeaturesRequest(_message.Message):
-    __slots__ = ("target_incarnation", "chunks")
+    __slots__ = ("target_incarnation", "chunks", "asks")
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
     target_incarnation: int
     chunks: _containers.RepeatedCompositeFieldContainer[FeatureChunk]
-    def __init__(self, target_incarnation: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[FeatureChunk, _Mapping]]] = ...) -> None: ...
+    asks: _containers.RepeatedCompositeFieldContainer[Advance]
+    def __init__(self, target_incarnation: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[FeatureChunk, _Mapping]]] = ..., asks: _Optional[_Iterable[_Union[Advance, _Mapping]]] = ...) -> None: ...
 
 class FeatureChunk(_message.Message):
     __slots__ = ("key", "step_id", "start", "count", "rows")
@@ -229,10 +231,12 @@ class FeatureChunk(_message.Message):
     def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class PushFeaturesResponse(_message.Message):
-    __slots__ = ("acks",)
+    __slots__ = ("acks", "replies")
     ACKS_FIELD_NUMBER: _ClassVar[int]
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
     acks: _containers.RepeatedCompositeFieldContainer[FeatureAck]
-    def __init__(self, acks: _Optional[_Iterable[_Union[FeatureAck, _Mapping]]] = ...) -> None: ...
+    replies: _containers.RepeatedCompositeFieldContainer[DraftReply]
+    def __init__(self, acks: _Optional[_Iterable[_Union[FeatureAck, _Mapping]]] = ..., replies: _Optional[_Iterable[_Union[DraftReply, _Mapping]]] = ...) -> None: ...
 
 class FeatureAck(_message.Message):
     __slots__ = ("key", "step_id", "credit_bytes", "error")

@@ -171,7 +171,7 @@ class PushTo(_message.Message):
     def __init__(self, address: _Optional[str] = ..., draft_incarnation: _Optional[int] = ..., format: _Optional[_Union[_common_pb2.RowFormat, _Mapping]] = ...) -> None: ...
 
 class Verify(_message.Message):
-    __slots__ = ("key", "step_id", "base_len", "draft_ids", "free_run", "then_propose", "deadline_ms", "drafts_ahead")
+    __slots__ = ("key", "step_id", "base_len", "draft_ids", "free_run", "then_propose", "deadline_ms", "drafts_ahead", "draft_wait_us")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +180,7 @@ class Verify(_message.Message):
     THEN_PROPOSE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WAIT_US_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.SessionKey
     step_id: int
     base_len: int
@@ -188,7 +189,8 @@ class Verify(_message.Message):
     then_propose: int
     deadline_ms: int
     drafts_ahead: bool
-    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., draft_ids: _Optional[_Iterable[int]] = ..., free_run: _Optional[int] = ..., then_propose: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., drafts_ahead: bool = ...) -> None: ...
+    draft_wait_us: int
+    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., step_id: _Optional[int] = ..., base_len: _Optional[int] = ..., draft_ids: _Optional[_Iterable[int]] = ..., free_run: _Optional[int] = ..., then_propose: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., drafts_ahead: bool = ..., draft_wait_us: _Optional[int] = ...) -> None: ...
 
 class ExportRows(_message.Message):
     __slots__ = ("key",)

@@ -1,0 +1,124 @@
+"""Runs ahead with a draft service: a verdict waits for the proposal that continues it, for a while,
+and the next step begins with that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from specwire.errors import Reason
+from specwire.v1 import common_pb2, draft_pb2
+from target_svc.answers import Answers, Ended
+from target_svc.asks import Answer, Question
+from target_svc.metrics import Metrics
+from target_svc.proposing import Made
+from target_svc.sessions import Session, Step
+
+# Shorter waits are no waits by the event loop's clock, which counts milliseconds.
+_SHORTEST_S = 0.001
+# Of the names that a draft gives, as much goes on.
+_NAME_CHARS, _NO_REASON = 64, "refused"
+
+# Told of a session whose proposal is there, or will not come.
+GoOn = Callable[[Session, Step, Made | None], None]
+
+
+def asks_service(session: Session, step: Step) -> bool:
+    """Whether a draft service is asked behind this step."""
+    return (
+        step.drafts_ahead
+        and not session.spec.draft_tokens
+        and session.next is None
+        and not session.finished
+    )
+
+
+class HeldVerdict:
+    """One verdict, from the end of its step until it is said."""
+
+    def __init__(
+        self, session: Session, ended: Ended, answers: Answers, metrics: Metrics, go_on: GoOn
+    ) -> None:
+        self._session, self._ended, self._answers = session, ended, answers
+        self._metrics, self._go_on = metrics, go_on
+        self._began_ns = time.perf_counter_ns()
+        self._timer = self._timed(ended.step)
+
+    def _timed(self, step: Step) -> asyncio.TimerHandle:
+        """No longer than the step's own time: what was drawn in it is said."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + max(step.draft_wait_us / 1e6, _SHORTEST_S)
+        if step.deadline is not None:
+            until = min(until, step.deadline)
+        return loop.call_at(until, self._late)
+
+    def _late(self) -> None:
+        self._metrics.dropped("draft_late")
+        self.settle(None)
+
+    def settle(self, answer: Answer | None) -> None:
+        """The verdict is said with this, or None where it is waited for no longer, and the session
+        goes on. Safe to repeat."""
+        session = self._session
+        if session.held is not self:
+            return
+        self.drop()
+        waited_ns = time.perf_counter_ns() - self._began_ns
+        ended, made = self._ended, None
+        if isinstance(answer, draft_pb2.DraftRefused):
+            made = self._refused(answer)
+        elif answer is not None and answer.base_len == len(session.ids):
+            made = _made(answer, ended.step.then_propose, waited_ns)
+        elif answer is not None:
+            self._metrics.dropped("draft_length")
+        ended.proposal, ended.answered = made, None
+        if ended.rows_sent:  # else it waits there still, with its rows
+            self._answers.add(ended)
+        self._go_on(session, ended.step, made)
+
+    def _refused(self, refused: draft_pb2.DraftRefused) -> Made:
+        """The reason goes on, without a time: nothing was proposed. A draft that misses tokens is
+        told of them with the next question."""
+        reason = refused.error.reason
+        if reason == Reason.NEED_TOKENS and 0 < refused.have_len < self._session.told:
+            self._session.told = refused.have_len
+        return Made(reason=(reason or _NO_REASON)[:_NAME_CHARS].lower())
+
+    def drop(self) -> None:
+        """Nothing is said, and nobody waits any more."""
+        self._session.held = None
+        self._timer.cancel()
+        if self._session.sink is not None:
+            self._session.sink.forget()
+
+
+def question(session: Session, step: Step, base: int) -> Question:
+    """Behind a committed step that began with `base` ids, of which whoever asked for the step has
+    told the service. One that misses tokens refuses, and is told from there (`Session.told`)."""
+    told = min(base, session.told) if not step.asked and session.told else base
+    session.told = length = len(session.ids)
+    # A block never has more rows than the tokens that may still come.
+    k = max(0, min(step.then_propose, session.remaining - 1))
+    return Question(
+        step.step_id, told, session.ids[told:], k, step.draft_wait_us, base - 1, length - base
+    )
+
+
+def _made(proposal: common_pb2.Proposal, k: int, waited_ns: int) -> Made:
+    """What goes on to the coordinator, which counts one id too many, but whose link must not break
+    of what a draft makes up."""
+    spent, most = proposal.timings, k + 1
+    # Of what it says of its own time no more is believed than has passed.
+    compute_ns = min(spent.compute_ns, waited_ns)
+    once_ns = min(spent.once_ns, waited_ns - compute_ns)
+    return Made(
+        proposal.ids[:most],
+        proposal.confidences[:most],
+        proposal.reason[:_NAME_CHARS],
+        compute_ns,
+        once_ns,
+        waited_ns - compute_ns - once_ns,
+        proposal.source[:_NAME_CHARS],
+    )
