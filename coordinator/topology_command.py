@@ -15,8 +15,9 @@ from coordinator import topology_check as check
 from coordinator import topology_view as view
 from coordinator.bench_report import console
 from coordinator.footprint import DTYPE_BYTES, Footprint, Room, read_footprint, rooms
-from coordinator.topology import Link, Work
+from coordinator.topology import Work
 from coordinator.topology_inputs import Workers, ask, row_bytes, taus_of, work
+from coordinator.topology_link import Link
 from coordinator.topology_measured import read_report
 from coordinator.topology_report import Report, compare
 from specwire.errors import Reason, SpecwireError
