@@ -50,7 +50,10 @@ def plan(
     ] = 0.0,
     draft_ahead: Annotated[
         int,
-        typer.Option(min=0, help="Rounds that a target with its draft inside goes on by itself."),
+        typer.Option(
+            min=0,
+            help="Rounds that a target goes on by itself with a draft inside, or that reads its rows.",
+        ),
     ] = 8,
     free_run: Annotated[
         int, typer.Option(min=0, help="Steps that a target without a draft goes on by itself.")
