@@ -39,7 +39,7 @@ from engine.kv.pool import PageTable, PoolStats, TableView
 from engine.models.dflash import Block
 from engine.models.draft_context import ContextMemory
 from engine.models.draft_dialects import parse_draft
-from engine.models.draft_loading import DraftTarget, build_draft, draft_device
+from engine.models.draft_loading import DraftTarget, build_draft
 from engine.models.draft_options import DFlashOptions, choose_attention
 from engine.models.family import cache_geometry
 from engine.weights import read_json
@@ -83,7 +83,7 @@ class BlockDrafter:
         raw = read_json(self._checkpoint / "config.json")
         self._target = DraftTarget(str(target.directory), self._weight_dtype)
         self._config = parse_draft(raw, self._target.described, self.method)
-        self._options = self._options_on(draft_device(str(target.device), self._config))
+        self._options = self._options_on(target.device)
         kind = _kind(self._settings.kv_group)
         attention = choose_attention(
             self._config, self._options, self.method, target.attention, kind

@@ -17,13 +17,13 @@ from draft_svc.methods.dspark import DSparkMethod
 from draft_svc.methods.hybrid import HybridMethod
 from draft_svc.methods.ngram import NgramMethod
 from engine.default_model import tokenizer_document, tokenizer_hash
-from engine.device import device_name, kernel_mode, use_device, weight_dtype
+from engine.device import device_name, kernel_mode, resolve_device, use_device, weight_dtype
 from engine.errors import BackendUnavailable, CheckpointError, SettingRefused
 from engine.linear import int8_is_fast
 from engine.loading import load_engine
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_dialects import parse_draft
-from engine.models.draft_loading import DraftTarget, draft_device, load_draft
+from engine.models.draft_loading import DraftTarget, load_draft
 from engine.models.draft_options import DFlashOptions, choose_attention
 from engine.tokenizer import token_table
 from engine.weights import read_json
@@ -151,7 +151,7 @@ def _options(
     settings: DraftSettings, checkpoint: Path, target: DraftTarget, method: str
 ) -> DFlashOptions:
     config = parse_draft(read_json(checkpoint / "config.json"), target.described, method)
-    device = draft_device(settings.device, config)
+    device = resolve_device(settings.device)
     use_device(device)
     options = DFlashOptions(
         device=device,

@@ -25,17 +25,14 @@ _KV_DTYPES = {
 _NO_MORE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
-def resolve_device(requested: str, gpu: str = "") -> torch.device:
-    """`auto`: a GPU where torch sees one. `gpu` says why what is to run cannot run on one. Raises
-    BackendUnavailable for what cannot be had."""
+def resolve_device(requested: str) -> torch.device:
+    """`auto`: a GPU where torch sees one. Raises BackendUnavailable for what cannot be had."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if requested == "cpu" or (requested == "auto" and (gpu or not count)):
+    if requested == "cpu" or (requested == "auto" and not count):
         return torch.device("cpu")
     named = requested.removeprefix("cuda").removeprefix(":") or "0"
     if requested != "auto" and (not requested.startswith("cuda") or not named.isdecimal()):
         raise BackendUnavailable(f"device {requested!r} is not supported; accepted: {_DEVICES}")
-    if gpu:
-        raise BackendUnavailable(f"device {requested!r} cannot be used: {gpu}; accepted: auto, cpu")
     index = 0 if requested == "auto" else int(named)
     if index >= count:
         text = f"device {requested!r} cannot be used: torch sees {count} CUDA devices; accepted: "

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import DeviceAttention, LayerMode, Span
+from engine.attention.few_rows import equal_few_rows
 from engine.attention.kernels import paged, parts
 from engine.attention.kernels.schedule import FEW_ROWS, HEADER, Schedule, Tiles, tiles_for
 from engine.kernels.triton.dependent import flags
@@ -30,14 +31,16 @@ _INTERPRETED_PROCESSORS = 3  # few, so that small tests see every kind of schedu
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """Words of one step on the device, and what its launches depend on besides. `tiles` bounds the
-    tiles to combine, 0 where there can be none; `whole` and `finish` as in `paged._attend`."""
+    """Words of one step on the device, and what its launches depend on besides. `rows` folded rows
+    are in a tile. `tiles` bounds the tiles to combine, 0 where there can be none; `whole` and
+    `finish` as in `paged._attend`."""
 
     words: Tensor
     table_at: int
     items_at: int
     pages_per_span: int
     programs: int
+    rows: int
     tiles: int
     whole: bool
     finish: int
@@ -77,7 +80,7 @@ class TritonPaged(DeviceAttention):
         self._processors = processors
         kv_heads = cache.geometry.kv_heads
         slot_bytes = 4 * kv_heads * tiles.rows * (self._block + 2)
-        programs = -(-8 * processors // kv_heads)
+        programs = -(-tiles.programs * processors // kv_heads)
         slots = _WORKSPACE_BYTES // slot_bytes
         self._schedule = Schedule(tiles, query_heads // kv_heads, programs, slots)
         empty = torch.empty(0, device=cache.device)
@@ -105,6 +108,8 @@ class TritonPaged(DeviceAttention):
         records = schedule.records(len(words), span_capacity, pages_per_span)
         tiles = span_capacity * schedule.tiles_of(width) if width else records
         partial = min(records, schedule.slots) if keys > self.tiles.keys else 0
+        folded = width * schedule.group
+        few = partial and 0 < folded <= FEW_ROWS
         sums, parted, arrived = self._partial_results(partial)
         return TritonPlan(
             words=words,
@@ -112,13 +117,19 @@ class TritonPaged(DeviceAttention):
             items_at=HEADER + span_capacity * pages_per_span,
             pages_per_span=pages_per_span,
             programs=max(1, min(records, schedule.programs)),
+            rows=self._rows(width),
             tiles=tiles if partial else 0,
             whole=schedule.whole(span_capacity, width, keys, records),
-            finish=FEW_ROWS if partial and 0 < width * schedule.group <= FEW_ROWS else 0,
+            finish=max(4, 1 << (folded - 1).bit_length()) if few else 0,
             sums=sums,
             parts=parted,
             arrived=arrived,
         )
+
+    def _rows(self, width: int) -> int:
+        """Folded rows of a tile of a step whose spans have up to `width` rows, 0 for any number.
+        Where a span is one tile in any case the words are the same for all that hold it."""
+        return self.tiles.rows
 
     def _partial_results(self, slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Memory for partial results, shared by the steps of this backend: they run one after the
@@ -154,15 +165,15 @@ class TritonPaged(DeviceAttention):
             rows = self._combined_rows(plan)
             programs = max(1, min(plan.tiles, self._schedule.programs))
             kv_heads = self.cache.geometry.kv_heads
-            parts._combine[(kv_heads, self.tiles.rows // rows, programs)](
+            parts._combine[(kv_heads, plan.rows // rows, programs)](
                 out, logs, plan.sums, plan.parts, plan.words, len(plan.words), window,
                 R=rows, num_warps=4, **flags(len(out)), **fixed,
             )  # fmt: skip
 
     def _combined_rows(self, plan: TritonPlan) -> int:
         """Folded rows of one combining program: fewer where there are few tiles."""
-        rows, heads = self.tiles.rows, self.cache.geometry.kv_heads
-        while rows > 4 and plan.tiles * heads * (self.tiles.rows // rows) < 4 * self._processors:
+        rows, heads = plan.rows, self.cache.geometry.kv_heads
+        while rows > 4 and plan.tiles * heads * (plan.rows // rows) < 4 * self._processors:
             rows //= 4
         return rows
 
@@ -179,9 +190,11 @@ class TritonAttention(TritonPaged):
         dtype: torch.dtype | None = None,
         tiles: Tiles | None = None,
         processors: int = 0,
+        few_rows: int = 0,
     ) -> None:
         """`dtype` is that of the queries, the cache's where it is None and not 8 bits wide.
-        `tiles` and `processors` (multiprocessors of the device) replace what fits the model."""
+        `tiles`, `processors` (multiprocessors of the device) and `few_rows` (folded rows of a tile
+        of spans that have no more) replace what fits the model."""
         shape = cache.geometry
         stored = shape.dtype if shape.dtype not in _FP8 else torch.bfloat16
         self.dtype = dtype or stored
@@ -191,6 +204,15 @@ class TritonAttention(TritonPaged):
         group = query_heads // shape.kv_heads
         tiles = tiles or tiles_for(group, padded(shape.head_dim), self._half)
         super().__init__(cache, query_heads, modes, tiles, processors)
+        self._few_rows = few_rows or tiles.rows
+        if not few_rows and cache.device.type == "cuda":
+            self._few_rows = equal_few_rows(
+                type(self), shape, query_heads, self.dtype, tiles, cache.device
+            )
+
+    def _rows(self, width: int) -> int:
+        few = self._few_rows
+        return few if 0 < width * self._schedule.group <= few else self.tiles.rows
 
     def _launch(self, plan: TritonPlan, layer: int, q: Tensor, lse: Tensor | None) -> Tensor:
         assert q.dtype == self.dtype, f"{q.dtype} queries, built for {self.dtype}"
@@ -202,18 +224,19 @@ class TritonAttention(TritonPaged):
         logs = out if lse is None else lse
         fixed = {
             "HEADS": self.query_heads, "KV_HEADS": shape.kv_heads, "D": shape.head_dim,
-            "BLOCK_D": self._block, "M": tiles.rows, "N": tiles.keys, "CHUNK": tiles.chunk,
+            "BLOCK_D": self._block, "M": plan.rows, "N": tiles.keys, "CHUNK": tiles.chunk,
             "CAUSAL": mode.causal, "LSE": lse is not None,
             # No multiply-add but those spelled out: the variants of a kernel must round alike.
             "enable_fp_fusion": False,
         }  # fmt: skip
         paged._attend[(shape.kv_heads, plan.programs)](
             q, k, v, out, logs, plan.sums, plan.parts, plan.arrived, plan.words, plan.items_at,
-            plan.table_at, plan.pages_per_span, q.stride(0), k.stride(0), k.stride(1),
+            plan.table_at, plan.pages_per_span, q.stride(0),
             shape.head_dim**-0.5 * math.log2(math.e), mode.window or 0,
-            PAGE=shape.page_tokens, WHOLE=plan.whole, HALF=self._half, IEEE=self._ieee,
-            FINISH=plan.finish,
-            num_warps=tiles.warps, num_stages=tiles.stages, **flags(len(q)), **fixed,
+            STRIDE_PAGE=k.stride(0), STRIDE_TOKEN=k.stride(1), PAGE=shape.page_tokens,
+            WHOLE=plan.whole, WINDOWED=bool(mode.window), HALF=self._half, IEEE=self._ieee,
+            FINISH=plan.finish, num_warps=tiles.warps, num_stages=tiles.stages,
+            **flags(len(q)), **fixed,
         )  # fmt: skip
         if not plan.finish:
             self._combine(plan, out, logs, mode.window or 0, fixed)

@@ -137,10 +137,11 @@ class LatentCache(PagedCache):
             latent = pack_fp8(latent, self.geometry.rank, self.geometry.rope)
         store.index_copy_(0, slots.long(), latent.to(store.dtype))
 
-    def parts(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Latent values, scales and keys that turn, as views [pages, page_tokens, ...]; a plain
-        layout has no scales, and the whole cache stands for them."""
-        rank, data = self.geometry.rank, self.latent[layer]
+    def parts(self, layers: int | slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Latent values, scales and keys that turn, as views [pages, page_tokens, ...] of a layer
+        or [layers, pages, page_tokens, ...]; a plain layout has no scales, and the whole cache
+        stands for them."""
+        rank, data = self.geometry.rank, self.data[layers]
         if self.quantised:
             found = split_fp8(data, rank, self.geometry.rope)
             return found.values, found.scales, found.rope

@@ -16,7 +16,7 @@ from engine.kv.latent import LatentCache
 from engine.linear import Linear
 from engine.models.dflash_config import DFlashConfig
 from engine.models.layers import HeadNorms, Kernels, QkvShape, RopeTables, Rows
-from engine.models.mla import LatentProjections, take_down
+from engine.models.mla import LatentProjections, take_down, write_latent
 from engine.models.rope import rope_tables
 from engine.weights import Weights
 
@@ -126,6 +126,7 @@ class LatentDraftAttention(DraftAttention):
         self.out = [layer.out for layer in self._layers]
         downs = [take_down(draft, prefix, latent, c.hidden_size)[0] for prefix in prefixes]
         self._context = kernels.pack(torch.cat(downs))
+        self._norms = torch.stack([layer.kv_norm for layer in self._layers])
 
     def enter(
         self, layer: int, residual: Tensor, delta: Tensor | None, norm: Tensor, rows: Rows
@@ -139,5 +140,4 @@ class LatentDraftAttention(DraftAttention):
 
     def write_context(self, context: Tensor, positions: Tensor, slots: Tensor) -> None:
         down = self._context(context).view(len(slots), -1, self._width)
-        for index, layer in enumerate(self._layers):
-            layer.write(down[:, index], self._rope, positions, slots, self._cache, index)
+        write_latent(self._kernels, down, self._norms, self._rope, positions, slots, self._cache)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.resolution import Resolution
 from engine.block_step import BlockStepper
 from engine.default_model import resolve_model
-from engine.device import kernel_mode, resolve_device
+from engine.device import kernel_mode
 from engine.errors import CheckpointError
 from engine.linear import Int8Linear, Linear, pack_linear
 from engine.models.config import from_hf
@@ -120,12 +120,6 @@ class _Interleaved(Weights):
             return tensor
         pairs = tensor.view(-1, self._head_dim // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
-
-
-def draft_device(requested: str, config: DFlashConfig) -> torch.device:
-    """Where a draft runs, by a device's name as in `resolve_device`. Raises BackendUnavailable."""
-    latent = "latent attention of a draft runs on the cpu only" if config.latent else ""
-    return resolve_device(requested, latent)
 
 
 def load_draft(

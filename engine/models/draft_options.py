@@ -10,7 +10,6 @@ from engine.attention.request import KVGroup
 from engine.attention.resolution import Resolution
 from engine.attention.select import AttentionOptions, resolve_attention
 from engine.device import activation_dtype, kernel_mode
-from engine.errors import BackendUnavailable
 from engine.models.dflash_config import DFlashConfig
 from engine.models.family import latent_of
 
@@ -46,11 +45,6 @@ def choose_attention(
     and `group`: of a draft in its target's pages, see `resolve_attention`.
     """
     mode = kernel_mode(options.kernels, options.device)
-    if mode == "triton" and config.latent is not None:
-        raise BackendUnavailable(
-            "kernels 'triton' cannot be used: the draft's attention is latent; accepted: native, "
-            "torch"
-        )
     return resolve_attention(
         AttentionOptions(
             options.attention_backend,
@@ -71,4 +65,5 @@ def choose_attention(
         dtype=activation_dtype(mode, str(options.weight_dtype).removeprefix("torch.")),
         target=target,
         group=group,
+        uncapturable="" if mode == "triton" else f"kernels {mode!r} draw a block on the host",
     )

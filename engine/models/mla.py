@@ -121,7 +121,7 @@ class LatentProjections:
             self._q_norm = norm_weight(weights, f"{prefix}.q_a_layernorm.weight", c.q_rank)
             up = weights.take(f"{prefix}.q_b_proj.weight", heads * query_width, c.q_rank)
             self._up = kernels.pack(self._half_split_heads(up))
-        self._kv_norm = norm_weight(weights, f"{prefix}.kv_a_layernorm.weight", c.rank)
+        self.kv_norm = norm_weight(weights, f"{prefix}.kv_a_layernorm.weight", c.rank)
         both = weights.take(f"{prefix}.kv_b_proj.weight", heads * (c.nope + c.value), c.rank)
         per_head = both.view(heads, c.nope + c.value, c.rank)
         kind = DeviceAbsorbed if kernels.mode == "triton" else Absorbed
@@ -141,38 +141,39 @@ class LatentProjections:
     ) -> Tensor:
         """Takes what `down` gave for the rows: writes what is cached of them, and returns their
         queries in the latent space [rows, heads, width]."""
-        self.write(down[:, self._query_rows :], rope, rows.positions, rows.slots, cache, layer)
+        own, norms = down[:, None, self._query_rows :], self.kv_norm[None]
+        write_latent(self._kernels, own, norms, rope, rows.positions, rows.slots, cache, layer)
         q = down[:, : self._query_rows]
         if self._up is not None:
             q = self._up(self._kernels.rms_norm(q.contiguous(), self._q_norm, _EPS))
         heads = q.view(-1, self.heads, self.c.nope + self.c.rope)
         return self._absorbed.queries(heads, rope, rows.positions)
 
-    def write(
-        self,
-        down: Tensor,
-        rope: RopeTables,
-        positions: Tensor,
-        slots: Tensor,
-        cache: LatentCache,
-        layer: int,
-    ) -> None:
-        """Caches what W_dkv gave for rows [rows, width], at integer positions and slots [rows]."""
-        if self._kernels.mode == "triton":
-            from engine.attention.kernels.latent_store import store_latent
-
-            tables = rope.cos, rope.sin
-            store_latent(down, self._kv_norm, _EPS, tables, positions, slots, cache, layer)
-            return
-        latent = self.latent(down, rope.cos[positions], rope.sin[positions])
-        cache.write(layer, latent, slots)
-
-    def latent(self, down: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """What to cache [rows, width] of what W_dkv gave for the rows."""
-        normed = self._kernels.rms_norm(down[:, : self.c.rank].contiguous(), self._kv_norm, _EPS)
-        turned = rotate_ref(down[:, None, self.c.rank :], cos, sin)
-        return torch.cat((normed, turned[:, 0]), dim=-1)
-
     def values(self, attended: Tensor) -> Tensor:
         """What the heads found, [rows, heads, rank] -> the input of `out` [rows, heads * value]."""
         return self._absorbed.values(attended)
+
+
+def write_latent(
+    kernels: Kernels,
+    down: Tensor,
+    norms: Tensor,
+    rope: RopeTables,
+    positions: Tensor,
+    slots: Tensor,
+    cache: LatentCache,
+    first: int = 0,
+) -> None:
+    """Caches, in the layers from `first` on, what their W_dkv gave for rows [rows, layers, width],
+    at integer positions and flat slots [rows]; `norms` fp32 [layers, rank]."""
+    if kernels.mode == "triton":
+        from engine.attention.kernels.latent_store import store_latent
+
+        store_latent(down, norms, _EPS, (rope.cos, rope.sin), positions, slots, cache, first)
+        return
+    cos, sin = rope.cos[positions], rope.sin[positions]
+    rank = norms.shape[1]
+    for layer, norm in enumerate(norms):
+        normed = kernels.rms_norm(down[:, layer, :rank].contiguous(), norm, _EPS)
+        turned = rotate_ref(down[:, layer, None, rank:], cos, sin)[:, 0]
+        cache.write(first + layer, torch.cat((normed, turned), dim=-1), slots)

@@ -11,8 +11,10 @@ import pytest
 from engine.kernels.cpu import ops
 from engine.kernels.triton import unavailable_reason
 from tests.load.grid_models import write_dense_pair, write_latent_pair
-from tests.load.grid_run import Grid, Row, run_grid
-from tests.load.pairing_grid import id_prompts, pinned
+from tests.load.grid_parts import id_prompts, latent_drafts, pinned
+from tests.load.grid_rows import BESIDE, Grid, Row
+from tests.load.grid_run import run_grid
+from tests.load.pairing_grid import parsed
 
 K, TOKENS, PROMPTS = 3, 5, 2
 NATIVE = ("CPU_ATTN",) if ops.available() else ()
@@ -90,3 +92,17 @@ def test_what_cannot_be_had_is_a_row_with_the_typed_reason(tmp_path: Path) -> No
     ]
     for at in (0, 2):
         assert "compute capability not supported (cpu" in rows[at].found
+
+
+@pytest.mark.slow
+def test_latent_drafts_as_services_and_in_the_targets_cache(tmp_path: Path) -> None:
+    """Plain and fp8 KV: nothing changes a token, and something is accepted."""
+    asked = ["--device", "cpu", "--draft-device", "cpu", "--latent-backend", "TORCH_MLA"]
+    patient = ["--wait-ms", "60000", "--prompts", "2", "--tokens", "24"]
+    rows = run_grid(latent_drafts(parsed([*asked, *patient]), tmp_path), print)
+    pairs = [row for row in rows if row.draft != "none"]
+    assert [row.draft for row in pairs] == ["plain KV", "fp8 KV", BESIDE, BESIDE]
+    for row in pairs:
+        assert row.found == "identical" and not row.wrong and row.accepted, row
+        assert row.draft_runs.startswith("TORCH_MLA on cpu"), row
+    assert ["fp8_ds_mla" in row.draft_runs for row in pairs] == [False, True, False, True]

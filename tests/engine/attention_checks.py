@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import LayerMode, Span
+from engine.attention.few_rows import FEW, equal_few_rows
 from engine.attention.kernels.schedule import Tiles
 from engine.attention.lse import combine
 from engine.attention.mask import attention_ref, gather, key_range
-from engine.attention.triton_attn import TritonAttention
+from engine.attention.triton_attn import TritonAttention, TritonPlan
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool
 
@@ -136,6 +137,55 @@ def check_rows_stand_alone() -> None:
             single = units.plan([Span(span.table, span.start + i, 0, 1)])
             row = span.first_row + i
             assert torch.equal(units.run(single, layer, q[row : row + 1])[0], out[row])
+
+
+def check_tiles_of_few_rows() -> None:
+    """Steps of one token, over parts that `_finish` adds up, over chunks and over everything."""
+    heads, dim, page = 3, 32, 16
+    batch = [(40, 1), (0, 1), (50, 0), (263, 1)]
+    cache, spans = build(batch, 1, dim, page, torch.float32)
+    q = queries(spans, heads, dim, torch.float32)
+    tiles, pages = replace(SMALL, rows=32), 17
+    for processors, slots in ((100, 99), (1, 99), (1, 0)):
+        outs = []
+        for few_rows in (16, 32):
+            backend = TritonAttention(
+                cache, heads, MODES, torch.float32, tiles, processors, few_rows
+            )
+            backend._schedule = replace(backend._schedule, slots=slots)
+            words = np.zeros(backend.words(4, 4, pages), np.int32)
+            backend.fill(words, spans, 4, pages)
+            plan = backend.view(torch.from_numpy(words), 4, pages, 1)
+            assert plan.rows == few_rows
+            outs.append([backend.run(plan, layer, q) for layer in (0, 4)])
+        for layer, few, many in zip((0, 4), *outs, strict=True):
+            wanted = attention_ref(cache, layer, MODES[layer], spans, q)
+            assert error(few, wanted) < 1e-5, (processors, slots, layer)
+            assert error(few, many) < 1e-6, (processors, slots, layer)
+
+
+class Rounded(TritonAttention):
+    """Other bits from tiles of few rows."""
+
+    def run(self, plan: TritonPlan, layer: int, q: Tensor) -> Tensor:
+        out = super().run(plan, layer, q)
+        return out if plan.rows > FEW else out * (1 + 1e-6)
+
+
+class Equal(TritonAttention):
+    """The same bits whatever the rows."""
+
+    def run(self, plan: TritonPlan, layer: int, q: Tensor) -> Tensor:
+        return q
+
+
+def check_few_rows_are_tried() -> None:
+    """They are used where their bits are the same, and nowhere else."""
+    geometry, tiles = KVGeometry(2, 1, 32, 16, torch.float32), replace(SMALL, rows=32)
+    cpu = torch.device("cpu")
+    assert equal_few_rows(Equal, geometry, 3, torch.float32, tiles, cpu) == FEW
+    assert equal_few_rows(Rounded, geometry, 3, torch.float32, tiles, cpu) == 32
+    assert equal_few_rows(Rounded, geometry, 3, torch.float32, SMALL, cpu) == SMALL.rows
 
 
 def check_words_are_refilled() -> None:

@@ -163,19 +163,23 @@ def check_stored_rows_are_the_reference() -> None:
     rows, positions = 9, torch.tensor([0, 3, 99, 7, 7, 31, 2, 64, 50], device=DEVICE)
     cos, sin = (x.to(DEVICE) for x in rope_tables(Rope(500.0, 100), 6, 100))
     slots = torch.tensor([5, 0, 47, -1, 12, 33, -1, 20, 8], device=DEVICE)
+    kept, every = slots >= 0, torch.arange(3, device=DEVICE)
     for rank in (40, 200):
-        down = torch.randn(rows, 7 + rank + 6, device=DEVICE)[:, 7:]
-        weight = torch.rand(rank, device=DEVICE) + 0.5
-        normed = rms_norm_ref(down[:, :rank], weight, 1e-6)
-        turned = rotate_ref(down[:, None, rank:], cos[positions], sin[positions])[:, 0]
+        down = torch.randn(rows, 2, 7 + rank + 6, device=DEVICE)[..., 7:]
+        weights = torch.rand(2, rank, device=DEVICE) + 0.5
         for layout in ("float32", "bfloat16", "fp8_ds_mla"):
-            geometry = LatentGeometry(2, rank, 6, 16, layout)
+            geometry = LatentGeometry(3, rank, 6, 16, layout)
             own, other = LatentCache(geometry, 3, DEVICE), LatentCache(geometry, 3, DEVICE)
-            store_latent(down, weight, 1e-6, (cos, sin), positions, slots, own, 1)
-            kept = slots >= 0
-            other.write(1, torch.cat((normed, turned), -1)[kept], slots[kept])
-            every = torch.arange(3, device=DEVICE)
-            found, wanted = own.gather(1, every)[0], other.gather(1, every)[0]
+            store_latent(down, weights, 1e-6, (cos, sin), positions, slots, own, 1)
+            for layer in range(2):
+                normed = rms_norm_ref(down[:, layer, :rank], weights[layer], 1e-6)
+                turned = rotate_ref(down[:, layer, None, rank:], cos[positions], sin[positions])
+                latent = torch.cat((normed, turned[:, 0]), -1)
+                other.write(1 + layer, latent[kept], slots[kept])
+            found, wanted = (
+                torch.stack([cache.gather(layer, every)[0] for layer in (1, 2)])
+                for cache in (own, other)
+            )
             # A value between two of a format may be rounded to either. The interpreter's fp8 loses
             # the carry where a value rounds up to a power of two.
             step = {"float32": 1e-6, "bfloat16": 2**-7, "fp8_ds_mla": 2**-3}[layout]

@@ -87,7 +87,8 @@ def write_draft(directory: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         "mlp.up_proj": (INNER, HIDDEN),
         "mlp.down_proj": (HIDDEN, INNER),
     }
-    width = len(TAPS) * HIDDEN
+    taps = config.get("target_layer_ids") or config["dflash_config"]["target_layer_ids"]
+    width = len(taps) * HIDDEN
     state = {"fc.weight": torch.randn(HIDDEN, width) / width**0.5}
     for name in ("hidden_norm", "norm"):
         state[f"{name}.weight"] = torch.rand(HIDDEN) + 0.5
@@ -99,6 +100,12 @@ def write_draft(directory: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     if "markov_rank" in config:
         for name in ("markov_w1", "markov_w2"):
             state[f"markov_head.{name}.weight"] = torch.randn(VOCAB, MARKOV)
+        joint = {"gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 3, 2)}
+        if config["markov_head_type"] in joint:
+            name, parts, inputs = joint[config["markov_head_type"]]
+            shape = (parts * MARKOV, HIDDEN + inputs * MARKOV)
+            state[f"markov_head.{name}.weight"] = torch.randn(shape) / shape[1] ** 0.5
+            state[f"markov_head.{name}.bias"] = torch.randn(shape[0])
     directory.mkdir(parents=True, exist_ok=True)
     save_file(state, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))

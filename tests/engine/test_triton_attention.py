@@ -17,6 +17,8 @@ CHECKS = [
     "check_all_modes_match_fp64",
     "check_dtypes_and_head_sizes",
     "check_rows_stand_alone",
+    "check_tiles_of_few_rows",
+    "check_few_rows_are_tried",
     "check_words_are_refilled",
     "check_lse_over_shards",
     "check_strided_queries",
@@ -68,7 +70,7 @@ def test_every_key_is_shared_out_once(seed: int) -> None:
 
     records = schedule.records(len(words), capacity, pages)
     at, (count, combined) = HEADER + capacity * pages, words[:2].tolist()
-    assert 0 <= count + combined <= records
+    assert 0 <= count + combined <= records and records
     items = words[at : at + count * RECORD].reshape(-1, RECORD).tolist()
     ended = words[len(words) - combined * RECORD :].reshape(-1, RECORD)[::-1].tolist()
     covered: dict[tuple[int, int], list[tuple[int, int, int]]] = {}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -57,15 +56,16 @@ POINTS = [
 
 
 class Setting:
-    """Cache, spans and queries of one point; `layers` caches of it in turn."""
+    """Cache, spans and queries of one point; `layers` caches of it in turn, 0 for enough of them
+    to read every one from memory."""
 
-    def __init__(self, point: Point, page: int) -> None:
+    def __init__(self, point: Point, page: int, layers: int = 0, device: str = "cuda") -> None:
         shape = point.shape
         self.point, self.page = point, page
-        self.layers = min(max(math.ceil(ROTATED_BYTES / point.bytes), 4), 128)
+        self.layers = layers or min(max(math.ceil(ROTATED_BYTES / point.bytes), 4), 128)
         pool = PagePool(point.batch * -(-point.context // page), page)
         geometry = KVGeometry(self.layers, shape.kv_heads, shape.dim, page, DTYPE)
-        self.cache = KVCache(geometry, pool.page_count, "cuda")
+        self.cache = KVCache(geometry, pool.page_count, device)
         for tensor in (*self.cache.k, *self.cache.v):
             tensor.normal_()
         start, order = point.context - point.width, torch.randperm(pool.page_count).tolist()
@@ -75,23 +75,25 @@ class Setting:
             table.pages = [order.pop() for _ in table.pages]
             self.spans.append(Span(table, start, index * point.width, point.width))
         rows = point.batch * point.width
-        self.q = torch.randn(self.layers, rows, shape.heads, shape.dim, device="cuda", dtype=DTYPE)
+        self.q = torch.randn(self.layers, rows, shape.heads, shape.dim, device=device, dtype=DTYPE)
 
     def contiguous(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of every layer without pages, [batch, context, kv_heads, dim]."""
-        pages = torch.tensor([span.table.pages for span in self.spans], device="cuda")
+        pages = torch.tensor([span.table.pages for span in self.spans], device=self.q.device)
         both = zip(self.cache.k, self.cache.v, strict=True)
         return [(k[pages].flatten(1, 2), v[pages].flatten(1, 2)) for k, v in both]
 
 
-def triton_run(setting: Setting, tiles: Tiles | None = None) -> Run:
+def triton_run(setting: Setting, tiles: Tiles | None = None, few_rows: int = 0) -> Run:
     point = setting.point
     modes = [LayerMode()] * setting.layers
-    backend = TritonAttention(setting.cache, point.shape.heads, modes, DTYPE, tiles)
+    backend = TritonAttention(
+        setting.cache, point.shape.heads, modes, DTYPE, tiles, few_rows=few_rows
+    )
     pages, batch = -(-point.context // setting.page), point.batch
     host = torch.empty(backend.words(batch, batch * point.width, pages), dtype=torch.int32)
     backend.fill(host.numpy(), setting.spans, batch, pages)
-    plan = backend.view(host.cuda(), batch, pages, point.width)
+    plan = backend.view(host.to(setting.q.device), batch, pages, point.width)
     return lambda layer: backend.run(plan, layer, setting.q[layer])
 
 
@@ -146,9 +148,10 @@ def sdpa_run(setting: Setting) -> Run:
     return run
 
 
-def runs_of(setting: Setting) -> dict[str, Callable[[], Run]]:
-    found: dict[str, Callable[[], Run]] = {"TRITON_ATTN": partial(triton_run, setting)}
-    if importlib.util.find_spec("flashinfer"):
+def peers_of(setting: Setting, flashinfer: bool) -> dict[str, Callable[[], Run]]:
+    """The others at this point; FlashInfer compiles its kernels for minutes."""
+    found: dict[str, Callable[[], Run]] = {}
+    if flashinfer and importlib.util.find_spec("flashinfer"):
         kernels = ["fa2", "fa3"] + ["decode"] * (setting.point.width == 1)
         found |= {f"flashinfer {name}": partial(flashinfer_run, setting, name) for name in kernels}
     return found | {"flash": partial(flash_run, setting), "sdpa": partial(sdpa_run, setting)}
@@ -186,7 +189,7 @@ def bandwidth() -> float:
     return 2 * source.numel() / us * 1e6
 
 
-def run(only: str, page: int) -> dict[str, Any]:
+def run(only: str, page: int, flashinfer: bool) -> dict[str, Any]:
     rate = bandwidth()
     names: tuple[str | None, ...] = (
         torch.cuda.get_device_name(),
@@ -200,7 +203,8 @@ def run(only: str, page: int) -> dict[str, Any]:
         if only not in point.shape.name:
             continue
         setting, floor, found = Setting(point, page), point.bytes / rate * 1e6, {}
-        for name, make in runs_of(setting).items():
+        runs = {"TRITON_ATTN": partial(triton_run, setting)} | peers_of(setting, flashinfer)
+        for name, make in runs.items():
             try:
                 found[name] = timed(make(), setting.layers)
             except Exception as error:  # a peer that cannot run must not end the comparison
@@ -220,42 +224,3 @@ def run(only: str, page: int) -> dict[str, Any]:
         print(f"no shape has {only!r} in its name; there are {[shape.name for shape in SHAPES]}")
     versions = {"device": names[0], "torch": names[1], "cuda": names[2], "bytes_per_s": rate}
     return versions | {"page_tokens": page, "points": rows}
-
-
-def candidates(shape: Shape) -> list[Tiles]:
-    grid = itertools.product((16, 32), ((64, 16), (128, 8)), (4, 8), (3, 5))
-    return [Tiles(rows, keys, chunk, w, s) for rows, (keys, chunk), w, s in grid]
-
-
-def sweep(only: str, page: int) -> list[dict[str, Any]]:
-    """Prints the tile shapes of each model shape, best first by the mean of time over floor."""
-    rate, results = bandwidth(), []
-    small = [(1, 1024, 1), (8, 4096, 1), (1, 8192, 8), (8, 8192, 8), (1, 32768, 8), (8, 8192, 32)]
-    for shape in SHAPES:
-        if only not in shape.name:
-            continue
-        scores: dict[Tiles, list[float]] = {}
-        for point in itertools.starmap(partial(Point, shape), small):
-            setting = Setting(replace(point), page)
-            for tiles in candidates(shape):
-                try:
-                    us = timed(triton_run(setting, tiles), setting.layers, 5)
-                except Exception as error:  # some do not fit into shared memory
-                    print(f"  {tiles}: {type(error).__name__}")
-                    us = math.inf
-                scores.setdefault(tiles, []).append(us * rate / point.bytes / 1e6)
-            del setting
-            torch.cuda.empty_cache()
-        print(f"{shape.name}: time over floor at (width, context, batch) {small}")
-        for tiles in sorted(scores, key=lambda tiles: _mean(scores[tiles]))[:8]:
-            text = " ".join(f"{score:.2f}" for score in scores[tiles])
-            print(f"  {_mean(scores[tiles]):.2f} = {text}  {tiles}", flush=True)
-        results += [
-            {"shape": shape.name, "tiles": asdict(tiles), "over_floor": found}
-            for tiles, found in scores.items()
-        ]
-    return results
-
-
-def _mean(scores: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(math.log(score) for score in scores))

@@ -1,9 +1,9 @@
 """Attention backends on a GPU: correctness, and time over what the bytes of the keys take.
 
 python -m tests.load.bench_attention --check           every backend against fp64, in parallel
-python -m tests.load.bench_attention --time --out F    decode and verify, against FlashInfer and
-                                                       FlashAttention where they are installed
-python -m tests.load.bench_attention --sweep           which tile shapes are best here
+python -m tests.load.bench_attention --time --out F    decode and verify, against torch's kernels
+python -m tests.load.bench_attention --sweep           which tiles are best here, where it matters
+--flashinfer times it too, where it is installed: it compiles for minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tests.engine import attention_cases as cases
+from tests.load import attention_sweep
 from tests.load import attention_times as times
 
 WORKERS = 14
@@ -75,7 +76,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--flashinfer", action="store_true")
     parser.add_argument("--only", default="", help="cases or shapes whose name contains this")
+    parser.add_argument("--shape", dest="only", help="the same")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--page", type=int, default=16, help="tokens a page, when timing")
@@ -84,9 +87,11 @@ def main() -> int:
     if chosen.check:
         code = check(chosen.workers, chosen.only)
     if chosen.time:
-        results = times.run(chosen.only, chosen.page)
+        results = times.run(chosen.only, chosen.page, chosen.flashinfer)
     if chosen.sweep:
-        results["sweep"] = times.sweep(chosen.only, chosen.page)
+        results["sweep"] = attention_sweep.run(
+            chosen.only, chosen.page, chosen.flashinfer, chosen.workers
+        )
     if chosen.out:
         chosen.out.write_text(json.dumps(results, indent=1) + "\n")
     return code

@@ -90,8 +90,8 @@ def check(setup: Setup, lengths: Sequence[int]) -> dict[str, object]:
     alone = [graphs.draft([wanted])[0] for wanted in own[id(graphs)]]
     found["alone equals among others"] = [a.ids for a in alone] == [b.ids for b in expected]
     found["graphs equal launches after other shapes"] = graphs.draft(own[id(graphs)]) == expected
-    plain = setup.load(**FP32, kernels="torch", attention_backend="TORCH_SDPA")
-    fused = setup.load(**FP32, kernels="triton", attention_backend="TRITON_ATTN")
+    plain = setup.load(**FP32, kernels="torch", attention_backend=setup.reference)
+    fused = setup.load(**FP32)
     exact = plain.draft(sessions(plain._model, lengths))
     full = fused.draft(sessions(fused._model, lengths))
     found["fp32 Triton equals fp32 torch"] = equal(full, exact)

@@ -21,7 +21,8 @@ from engine.models.draft_options import DFlashOptions
 
 @dataclass(frozen=True)
 class Setup:
-    """A draft's checkpoint and its target's, and where they run."""
+    """A draft's checkpoint and its target's, and where they run. `reference` is the backend of the
+    same kind of attention in torch."""
 
     name: str
     method: str
@@ -29,10 +30,13 @@ class Setup:
     target: str
     device: torch.device
     pages: int
+    attention: str = "TRITON_ATTN"
+    reference: str = "TORCH_SDPA"
+    kv_dtype: str = "auto"
 
     def load(self, **options: Any) -> DFlashMethod:
-        chosen: dict[str, Any] = {"kernels": "triton", "attention_backend": "TRITON_ATTN"}
-        chosen |= {"device": self.device, "page_count": self.pages}
+        chosen: dict[str, Any] = {"kernels": "triton", "attention_backend": self.attention}
+        chosen |= {"device": self.device, "page_count": self.pages, "kv_dtype": self.kv_dtype}
         wanted = DFlashOptions(**chosen | options)
         target = DraftTarget(self.target, wanted.weight_dtype)
         kind = DSparkMethod if self.method == "dspark" else DFlashMethod

@@ -4,71 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Literal
 
 from coordinator.local import Child
 from specwire.client import AsyncClient
 from specwire.errors import SpecwireError
-from specwire.generation import Generation
 from specwire.info import WorkerState
 from specwire.request import GenerateOptions
+from tests.load.grid_asking import generate, workers_of
+from tests.load.grid_rows import BESIDE, Grid, Row, Say, Side, Texts, line
 from tests.load.grid_services import NotStarted, Services
 
-Say = Callable[[str], None]
-_CLIPPED = 80
-
-
-@dataclass(frozen=True)
-class Side:
-    """A service of the grid: what it is called, and its own flags."""
-
-    name: str
-    flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Grid:
-    """`coordinator`: flags of its own. `prompts` are arguments of `generate` without a method; each
-    is run in turn, with `k` draft tokens a round."""
-
-    targets: Sequence[Side]
-    drafts: Sequence[Side]
-    coordinator: tuple[str, ...]
-    prompts: Sequence[GenerateOptions]
-    method: str
-    k: int
-    start_s: float = 180.0
-    environment: dict[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class Texts:
-    """What one pair gave; the rate is that of decoding, first tokens and a first run left out."""
-
-    generations: tuple[Generation, ...]
-    tokens_per_s: float
-
-    @property
-    def ids(self) -> list[tuple[int, ...]]:
-        return [generation.token_ids for generation in self.generations]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. `wrong`: a text differs from that of the target alone, or a service
-    failed in the middle; `found` says what."""
-
-    target: str
-    draft: str
-    found: str
-    target_runs: str = ""
-    draft_runs: str = ""
-    tokens_per_s: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
-    wrong: bool = False
+_LONG_S = 60.0
+# A draft of a pair: a service, or the one in the target's process; None: no draft.
+Draft = Child | Literal["beside"] | None
 
 
 def run_grid(grid: Grid, say: Say) -> list[Row]:
@@ -76,15 +27,16 @@ def run_grid(grid: Grid, say: Say) -> list[Row]:
     rows: list[Row] = []
     with Services(grid.start_s, grid.environment) as services:
         begun = [
-            [(side.name, services.begin(module, f"{module[0]}{at}", side.flags))
+            [(side, services.begin(module, f"{module[0]}{at}", side.flags))
              for at, side in enumerate(sides)]
             for module, sides in (("draft_svc", grid.drafts), ("target_svc", grid.targets))
         ]  # fmt: skip
         drafts, targets = (dict(_ready(services, started, say)) for started in begun)
         first: tuple[str, Texts] | None = None
-        for name, target in targets.items():
-            if isinstance(target, str):
-                rows.append(Row(name, "-", f"refused: {target}"))
+        for side, target in targets.items():
+            name = side.name
+            if isinstance(target, NotStarted):
+                rows.append(Row(name, "-", target.told, wrong=not target.typed))
                 say(line(rows[-1]))
                 continue
             alone, texts = _pair(services, grid, name, target, "none", None, None)
@@ -92,7 +44,7 @@ def run_grid(grid: Grid, say: Say) -> list[Row]:
                 other = _difference(services, grid, target, texts, first[1])
                 say(f"{name} against {first[0]}, both without a draft: {other or 'identical'}")
             first = first or (None if texts is None else (name, texts))
-            paired = _drafted(services, grid, name, target, drafts, texts)
+            paired = _drafted(services, grid, side, target, drafts, texts)
             for row in chain((alone,), paired):
                 say(line(row))
                 rows.append(row)
@@ -100,30 +52,38 @@ def run_grid(grid: Grid, say: Say) -> list[Row]:
 
 
 def _ready(
-    services: Services, begun: Sequence[tuple[str, Child]], say: Say
-) -> Iterator[tuple[str, Child | str]]:
+    services: Services, begun: Sequence[tuple[Side, Child]], say: Say
+) -> Iterator[tuple[Side, Child | NotStarted]]:
     """Those that serve; the reason where one cannot be had."""
-    for name, child in begun:
+    for side, child in begun:
+        began = time.monotonic()
         try:
-            yield name, services.ready(child)
+            yield side, services.ready(child)
         except NotStarted as error:
-            say(f"{child.name} {name}: refused: {error}")
-            yield name, str(error)
+            say(f"{child.name} {side.name}: {error.told}")
+            yield side, error
+        waited = time.monotonic() - began
+        if waited > _LONG_S:
+            say(f"{child.name} {side.name}: {waited:.0f} s more until it served")
 
 
 def _drafted(
     services: Services,
     grid: Grid,
-    name: str,
+    side: Side,
     target: Child,
-    drafts: dict[str, Child | str],
+    drafts: dict[Side, Child | NotStarted],
     plain: Texts | None,
 ) -> Iterator[Row]:
+    if side.beside:
+        if plain is not None:
+            yield _pair(services, grid, side.name, target, BESIDE, "beside", plain)[0]
+        return
     for draft, child in drafts.items():
-        if isinstance(child, str):
-            yield Row(name, draft, f"refused: {child}")
+        if isinstance(child, NotStarted):
+            yield Row(side.name, draft.name, child.told, wrong=not child.typed)
         elif plain is not None:
-            yield _pair(services, grid, name, target, draft, child, plain)[0]
+            yield _pair(services, grid, side.name, target, draft.name, child, plain)[0]
 
 
 def _pair(
@@ -132,18 +92,18 @@ def _pair(
     name: str,
     target: Child,
     draft_name: str,
-    draft: Child | None,
+    draft: Draft,
     plain: Texts | None,
 ) -> tuple[Row, Texts | None]:
     """A coordinator for the two, all prompts, and what came of them."""
     flags = ["--target", target.address, *grid.coordinator]
-    flags += ["--draft", draft.address] if draft is not None else []
+    flags += ["--draft", draft.address] if isinstance(draft, Child) else []
     coordinator = services.begin("coordinator", f"c{time.monotonic_ns()}", flags)
     method = grid.method if draft is not None else "plain"
     try:
         services.ready(coordinator)
-        workers = asyncio.run(_workers(coordinator.address, 1 + (draft is not None)))
-        texts = asyncio.run(_generate(coordinator.address, grid, method))
+        workers = asyncio.run(workers_of(coordinator.address, 1 + (draft is not None)))
+        texts = asyncio.run(generate(coordinator.address, grid, method))
     except (NotStarted, SpecwireError) as error:
         return Row(name, draft_name, f"failed: {error}", wrong=True), None
     finally:
@@ -151,57 +111,48 @@ def _pair(
     difference = _difference(services, grid, target, texts, plain) if plain else ""
     acceptances = [generation.acceptance for generation in texts.generations]
     drafted = sum(a.draft_tokens for a in acceptances)
-    found = difference or ("identical" if plain else "")
+    accepted = sum(a.accepted_tokens for a in acceptances)
+    graphs = _captured([target, draft] if isinstance(draft, Child) else [target])
+    problem = difference
     if draft is not None and not drafted:
-        found = f"nothing was drafted: {[dict(a.fallbacks) for a in acceptances]}"
+        problem = f"nothing was drafted: {[dict(a.fallbacks) for a in acceptances]}"
+    elif draft is not None and not problem:
+        problem = _lacking(grid, accepted, graphs)
     return Row(
         target=name,
         draft=draft_name,
-        found=found,
+        found=problem or ("identical" if plain else ""),
         target_runs=_runs(workers, "target"),
-        draft_runs=_runs(workers, "draft"),
+        draft_runs=_runs(workers, "draft") if draft is not None else "",
         tokens_per_s=texts.tokens_per_s,
         drafted=drafted,
-        accepted=sum(a.accepted_tokens for a in acceptances),
-        wrong=bool(difference) or (draft is not None and not drafted),
+        accepted=accepted,
+        wrong=bool(problem),
+        graphs=graphs,
     ), texts
 
 
+def _captured(children: Sequence[Child]) -> tuple[int, int]:
+    """Graphs of steps and of blocks that the services say they captured."""
+    told = "".join(child.log.read_text(encoding="utf-8", errors="replace") for child in children)
+    return told.count("captured the step graph"), told.count("captured the block graph")
+
+
+def _lacking(grid: Grid, accepted: int, graphs: tuple[int, int]) -> str:
+    """What the grid asks of a pair whose text is right, and did not get; "" for nothing."""
+    if grid.captured and not all(graphs):
+        return f"identical, but graphs captured: {graphs[0]} of steps, {graphs[1]} of blocks"
+    return "identical, but nothing was accepted" if grid.accepted and not accepted else ""
+
+
 def _runs(workers: Sequence[WorkerState], role: str) -> str:
-    """Backend, device and graph mode of a role, as it says itself."""
+    """Backend, device, KV and graph mode of a role, as it says itself."""
     found = [w for w in workers if w.role == role]
     return ", ".join(
-        f"{w.attention.chosen} on {w.device.split()[0]}, graphs {w.attention.graph_mode}"
+        f"{w.attention.chosen} on {w.device.split()[0]}, KV {w.attention.kv_dtype}, graphs "
+        f"{w.attention.graph_mode}"
         for w in found
     )
-
-
-async def _workers(address: str, count: int) -> tuple[WorkerState, ...]:
-    """Once all are ready. Raises NotStarted."""
-    deadline = time.monotonic() + 30
-    async with AsyncClient(address) as client:
-        while True:
-            workers = (await client.info()).workers
-            if len(workers) >= count and all(worker.state == "ready" for worker in workers):
-                return workers
-            if time.monotonic() > deadline:
-                raise NotStarted("; ".join(f"{w.role} {w.state} {w.reason}" for w in workers))
-            await asyncio.sleep(0.05)
-
-
-async def _generate(address: str, grid: Grid, method: str) -> Texts:
-    found: list[Generation] = []
-    tokens, spent_ms = 0, 0.0
-    async with AsyncClient(address) as client:
-        for prompt in (grid.prompts[0], *grid.prompts):
-            options: GenerateOptions = {**prompt, "method": method}
-            if method != "plain":
-                options["num_speculative_tokens"] = grid.k
-            found.append(await client.generate(**options))
-    for generation in found[1:]:
-        tokens += len(generation.token_ids) - 1
-        spent_ms += generation.acceptance.total_ms - generation.acceptance.ttft_ms
-    return Texts(tuple(found[1:]), tokens / spent_ms * 1e3 if spent_ms else 0.0)
 
 
 def _difference(services: Services, grid: Grid, target: Child, texts: Texts, others: Texts) -> str:
@@ -235,14 +186,3 @@ def _margin(services: Services, grid: Grid, target: Child, index: int, at: int) 
     finally:
         services.stop(coordinator)
     return f"{margins[at]:.4g}" if at < len(margins) else "unknown"
-
-
-def line(row: Row) -> str:
-    head = f"{row.target:24} {row.draft:24}"
-    if not row.target_runs:
-        return f"{head} {row.found[:_CLIPPED]}"  # all of a refusal was told when it was met
-    acceptance = f", {row.accepted} of {row.drafted} accepted" if row.drafted else ""
-    return (
-        f"{head} {row.found or 'the reference':12} {row.tokens_per_s:8.1f} tok/s{acceptance}  "
-        f"target {row.target_runs}; draft {row.draft_runs or 'none'}"
-    )

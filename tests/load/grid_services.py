@@ -24,7 +24,16 @@ _STOP_S = 10.0
 
 
 class NotStarted(Exception):
-    """A service ended, or was not ready in time; the text is the last line it wrote."""
+    """A service ended, or was not ready in time; the text is the last line it wrote. `typed`: it
+    refused its settings with a typed error, anything else is a failure."""
+
+    def __init__(self, text: str, typed: bool = False) -> None:
+        super().__init__(text)
+        self.typed = typed
+
+    @property
+    def told(self) -> str:
+        return f"{'refused' if self.typed else 'failed'}: {self}"
 
 
 class Services:
@@ -70,9 +79,12 @@ class Services:
                 ended = child.process.poll() is not None
                 if ended or time.monotonic() > deadline:
                     text = child.log.read_text(encoding="utf-8", errors="replace").strip()
-                    last = text.rpartition("\n")[2].removeprefix("error: ")
+                    last = text.rpartition("\n")[2]
                     self.stop(child)
-                    raise NotStarted(last if ended else f"not ready in time: {last}")
+                    if ended:
+                        typed = last.startswith("error: ")
+                        raise NotStarted(last.removeprefix("error: "), typed)
+                    raise NotStarted(f"not ready within {self._start_s:.0f} s: {last}")
                 time.sleep(0.05)
         return child
 

@@ -18,12 +18,9 @@ from draft_svc.methods.dflash_context import DFlashContext
 from engine import block_step
 from engine.api import Sampling
 from engine.block_step import BlockStepper
-from engine.errors import BackendUnavailable
 from specwire.errors import Reason, SpecwireError
 from tests.engine.test_dialects import CASES
-from tests.engine.test_mla_draft import DFLASH as LATENT_DRAFT
-from tests.engine.test_mla_draft import write_draft as write_latent
-from tests.engine.tiny import LATENT, write_llama, write_model
+from tests.engine.tiny import write_llama
 from tests.service.test_draft_dialects import load
 
 # Of several sessions at once: committed tokens, tokens wanted, how to draw.
@@ -72,7 +69,7 @@ def written(method: DFlashMethod, context: DFlashContext) -> Tensor:
     """Context keys and values of every layer."""
     cache, pages = method._model.cache, torch.tensor(context.table.pages)
     layers = range(cache.geometry.layers)
-    kept = [torch.stack(cache.gather(layer, pages))[:, : context.table.length] for layer in layers]
+    kept = [torch.cat(cache.gather(layer, pages), -1)[: context.table.length] for layer in layers]
     return torch.stack(kept)
 
 
@@ -182,16 +179,6 @@ def check_what_cannot_be_is_refused() -> None:
             assert named in str(error).lower() and next(iter(settings.values())) in str(error), (
                 error
             )
-    with tempfile.TemporaryDirectory() as folder:
-        target, draft = Path(folder, "target"), Path(folder, "draft")
-        write_model(target, "deepseek_v2", **LATENT | {"first_k_dense_replace": 4})
-        write_latent(draft, LATENT_DRAFT)
-        try:
-            load(draft, target, "dflash", kernels="triton")
-            raise AssertionError("a latent draft")
-        except SpecwireError as error:
-            assert error.reason == Reason.BACKEND_UNAVAILABLE and "latent" in str(error)
-            assert isinstance(error.__cause__, BackendUnavailable)
 
 
 def check_the_handshake() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from coordinator.policy import KPolicy
-from engine.api import Item, ItemResult
+from engine.api import Item, ItemResult, nothing
 from specwire.v1 import draft_pb2
 from tests.service.coordinator_harness import (
     PROMPT,
@@ -137,10 +137,12 @@ async def test_drafting_that_slows_all_down_stops_for_all_and_changes_no_token()
     async with world(ScriptedDraft(first_right), {"max_length": 2048, "pages": 512}) as made:
         step = made.engine.step
 
-        def slowed(items: Sequence[Item]) -> list[ItemResult]:
+        def slowed(
+            items: Sequence[Item], launched: Callable[[], None] = nothing
+        ) -> list[ItemResult]:
             drafted = time.perf_counter() < asked[0] + 0.04
             made.engine.step_s = 0.016 if drafted else 0.004
-            return step(items)
+            return step(items, launched)
 
         made.engine.step = slowed  # type: ignore[method-assign]
         prompts = [[i, i + 1, i + 2] for i in range(5)]

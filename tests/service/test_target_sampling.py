@@ -154,9 +154,9 @@ async def test_log_probabilities_of_prompt_and_output(
     sizes: list[int] = []
     step = engine.step
 
-    def watched(items: Any) -> Any:
+    def watched(items: Any, *launched: Any) -> Any:
         sizes.extend(len(item.ids) for item in items)
-        return step(items)
+        return step(items, *launched)
 
     monkeypatch.setattr(engine, "step", watched)
     async with target(engine, prefill_chunk_tokens=16) as service:  # type: ignore[arg-type]

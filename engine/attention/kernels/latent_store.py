@@ -1,5 +1,5 @@
-"""Norm, rotation and write of latent KV in one Triton kernel; `LatentProjections.latent` and
-`LatentCache.write` define it."""
+"""Norm, rotation and write of latent KV, of several layers at once, in one Triton kernel;
+`mla.write_latent` has the definition in torch."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
@@ -14,15 +14,23 @@ from engine.kv.latent import LatentCache
 @triton.jit
 def _store_latent(
     down, weight, cos, sin, positions, slots, values, scales, rope,
-    stride_down, stride_values, stride_scales, stride_rope, eps,
+    stride_down, stride_values, stride_scales, stride_rope,
+    layer_down, layer_values, layer_scales, layer_rope, eps,
     RANK: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). down [rows, RANK + 2 * HALF] with rows stride_down apart; weight fp32 [RANK];
-    cos, sin fp32 [positions, HALF]. Cache parts have their tokens stride_* elements apart. Rows
-    whose slot is negative are left out.
+    """Grid (rows, layers). down [rows, layers, RANK + 2 * HALF] with rows stride_down, layers
+    layer_down apart; weight fp32 [layers, RANK]; cos, sin fp32 [positions, HALF]. Cache parts have
+    their tokens stride_*, their layers layer_* elements apart. Rows whose slot is negative are left
+    out.
     """
     row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    down += layer * layer_down
+    weight += layer * RANK
+    values += layer * layer_values
+    scales += layer * layer_scales
+    rope += layer * layer_rope
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
         d = tl.arange(0, BLOCK_D)
@@ -54,23 +62,29 @@ def _store_latent(
 
 def store_latent(
     down: Tensor,
-    weight: Tensor,
+    weights: Tensor,
     eps: float,
     tables: tuple[Tensor, Tensor],
     positions: Tensor,
     slots: Tensor,
     cache: LatentCache,
-    layer: int,
+    first: int,
 ) -> None:
-    """down [rows, rank + rope] as the projection gave it; weight fp32 [rank]; `tables` cos and sin
-    fp32 [positions, rope / 2], contiguous; integer positions and flat slots [rows].
+    """Layers from `first` on: down [rows, layers, rank + rope] as the projections gave it; weights
+    fp32 [layers, rank]; `tables` cos and sin fp32 [positions, rope / 2], contiguous; integer
+    positions and flat slots [rows].
     """
     rank, rope = cache.geometry.rank, cache.geometry.rope
-    values, scales, turned = cache.parts(layer)
-    block = triton.next_power_of_2(rank)
-    _store_latent[(down.shape[0],)](
-        down, weight, *tables, positions, slots, values, scales, turned,
-        down.stride(0), values.stride(1), scales.stride(1), turned.stride(1), eps,
-        RANK=rank, HALF=rope // 2, BLOCK_D=max(128, block),
+    rows, layers, width = down.shape
+    assert width == rank + rope and down.stride(2) == 1 and weights.is_contiguous()
+    if not rows:
+        return
+    parts = cache.parts(slice(first, first + layers))
+    values, scales, turned = parts
+    _store_latent[(rows, layers)](
+        down, weights, *tables, positions, slots, values, scales, turned,
+        down.stride(0), *(part.stride(-2) for part in parts),
+        down.stride(1), *(part.stride(0) for part in parts), eps,
+        RANK=rank, HALF=rope // 2, BLOCK_D=max(128, triton.next_power_of_2(rank)),
         BLOCK_R=triton.next_power_of_2(rope // 2), PACKED=cache.quantised, num_warps=4,
     )  # fmt: skip

@@ -7,7 +7,8 @@ in the same way wherever it runs. So a launch may give a program one unit, one c
 depend on that, nor on the rows beside it. A unit that a row does not see changes nothing.
 
 Query heads of one KV head are folded into rows, row-major: folded row f is head f % GROUP of row
-f // GROUP. A tile has M folded rows whatever their number is.
+f // GROUP. A tile has M folded rows whatever their number is; fewer than others have only where
+that was found to change no bit (`few_rows.py`).
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -32,14 +33,47 @@ def _dot(a, b, IEEE: tl.constexpr):
     return out
 
 
+@triton.jit
+def _item(item, some):
+    """The eight words of an item, zeros where there is none."""
+    return (
+        tl.load(item, mask=some, other=0), tl.load(item + 1, mask=some, other=0),
+        tl.load(item + 2, mask=some, other=0), tl.load(item + 3, mask=some, other=0),
+        tl.load(item + 4, mask=some, other=0), tl.load(item + 5, mask=some, other=0),
+        tl.load(item + 6, mask=some, other=0), tl.load(item + 7, mask=some, other=0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _places(table, unit, last_page, N: tl.constexpr, PAGE: tl.constexpr):
+    """Page ids of the keys of a unit, int64 [N], and their numbers within those pages.
+
+    Keys behind the last page are looked for in it, so that no load needs a mask. Where a unit has
+    whole pages all but the ids is the same for every unit, and is worked out once.
+    """
+    key = tl.arange(0, N)
+    if N % PAGE == 0:
+        page = unit * (N // PAGE) + key // PAGE
+        within = key % PAGE
+    elif PAGE % N == 0:
+        page = unit // (PAGE // N) + tl.zeros_like(key)
+        within = unit % (PAGE // N) * N + key
+    else:
+        page = (unit * N + key) // PAGE
+        within = (unit * N + key) % PAGE
+    return tl.load(table + tl.minimum(page, last_page)).to(tl.int64), within
+
+
 @triton.jit(do_not_specialize=["items_at", "table_at", "pages_per_span", "window"])
 def _attend(
     q, k_cache, v_cache, out, lse, sums, parts, arrived, words, items_at, table_at, pages_per_span,
-    stride_q, stride_page, stride_token, scale, window,
+    stride_q, scale, window,
+    STRIDE_PAGE: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
-    HALF: tl.constexpr, IEEE: tl.constexpr, FINISH: tl.constexpr, PDL: tl.constexpr,
+    WINDOWED: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, FINISH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads, programs): each program takes items program, program + programs, ...
 
@@ -56,17 +90,17 @@ def _attend(
     head = tl.program_id(0)
     f = tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
+    wide = d[None, :] < D
+    own_k = k_cache + head * D + d[None, :]
+    own_v = v_cache + head * D + d[None, :]
     total = tl.load(words)
-    for index in range(tl.program_id(1), total, tl.num_programs(1)):
-        item = words + items_at + index * 8
-        span = tl.load(item)
-        tile = tl.load(item + 1)
-        first_key = tl.load(item + 2)
-        last_key = tl.load(item + 3)
-        slot = tl.load(item + 4)
-        start = tl.load(item + 5)
-        rows = tl.load(item + 6)
-        first_row = tl.load(item + 7)
+    items = words + items_at
+    index = tl.program_id(1)
+    # The first item is fetched together with `total`, each one while that before it is worked on.
+    span, tile, first_key, last_key, slot, start, rows, first_row = _item(items + index * 8, True)
+    while index < total:
+        index += tl.num_programs(1)
+        following = _item(items + index * 8, index < total)
 
         row = (tile * M + f) // GROUP
         query_head = head * GROUP + (tile * M + f) % GROUP
@@ -88,22 +122,26 @@ def _attend(
         whole_acc = tl.zeros([M, BLOCK_D], tl.float32)
         table = words + table_at + span * pages_per_span
         for unit in range(begin // N, tl.cdiv(end, N)):
-            key = unit * N + tl.arange(0, N)
-            inside = (key >= begin) & (key < end)
-            page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
-            place = page * stride_page + (key % PAGE) * stride_token + head * D
-            place = place[:, None] + d[None, :]
-            mask = inside[:, None] & (d[None, :] < D)
-            k = tl.load(k_cache + place, mask=mask, other=0.0)
-            v = tl.load(v_cache + place, mask=mask, other=0.0)
+            page, within = _places(table, unit, (end - 1) // PAGE, N, PAGE)
+            place = (page * STRIDE_PAGE + within * STRIDE_TOKEN)[:, None]
+            if D == BLOCK_D:
+                k = tl.load(own_k + place)
+            else:
+                k = tl.load(own_k + place, mask=wide, other=0.0)
+            written = tl.arange(0, N) < end - unit * N
+            v = tl.load(own_v + place, mask=written[:, None] & wide, other=0.0)
             if HALF:
                 k = k.to(query.dtype)
                 v = v.to(query.dtype)
             s = _dot(query, tl.trans(k), IEEE)
-            seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-            s = tl.where(seen, s * scale, float("-inf"))
-            unit_m = tl.max(s, 1)
-            p = tl.exp2(s - tl.where(unit_m == float("-inf"), 0.0, unit_m)[:, None])
+            key = unit * N + tl.arange(0, N)
+            seen = key[None, :] < high[:, None]
+            if WINDOWED:
+                seen &= key[None, :] >= low[:, None]
+            s = tl.where(seen, s, float("-inf"))
+            unit_m = tl.max(s, 1) * scale
+            top = tl.where(unit_m == float("-inf"), 0.0, unit_m)
+            p = tl.exp2(tl.fma(s, scale, -top[:, None]))
             unit_z = tl.sum(p, 1)
             if HALF:
                 p = p.to(query.dtype)
@@ -131,3 +169,4 @@ def _attend(
                     rows, first_row, window, head, HEADS, KV_HEADS, D, BLOCK_D, M, N, CHUNK,
                     FINISH, CAUSAL, LSE,
                 )  # fmt: skip
+        span, tile, first_key, last_key, slot, start, rows, first_row = following

@@ -120,6 +120,8 @@ def _finish(
     adds its units up, who comes last to the row its chunks. arrived [slots, KV_HEADS, 2] counts
     both and is zeros before and after."""
     AT_ONCE: tl.constexpr = 8 if CHUNK % 8 == 0 and R * BLOCK_D <= 1024 else 4
+    # Where parts are small more of them are asked for before the first is needed.
+    TURNS: tl.constexpr = 4 if R * BLOCK_D <= 256 else 2 if R * BLOCK_D <= 512 else 1
     GROUP: tl.constexpr = HEADS // KV_HEADS
     f = tl.arange(0, R)
     row = f // GROUP
@@ -166,12 +168,14 @@ def _finish(
             z = tl.zeros([R], tl.float32)
             acc = tl.zeros([R, BLOCK_D], tl.float32)
             first, stop = begin // (CHUNK * N), tl.cdiv(end, CHUNK * N)
-            for number in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE):
-                at = ((base + number * per) * KV_HEADS + head) * M + f
-                m, z, acc = _merge_parts(
-                    m, z, acc, sums, parts, at, KV_HEADS * M * per, number, first, stop, row, rows,
-                    BLOCK_D, AT_ONCE,
-                )  # fmt: skip
+            for begun in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE * TURNS):
+                for turn in tl.static_range(TURNS):
+                    number = begun + turn * AT_ONCE
+                    at = ((base + number * per) * KV_HEADS + head) * M + f
+                    m, z, acc = _merge_parts(
+                        m, z, acc, sums, parts, at, KV_HEADS * M * per, number, first, stop, row,
+                        rows, BLOCK_D, AT_ONCE,
+                    )  # fmt: skip
             _store(out, lse, m, z, acc, row_place, row < rows, D, LSE)
 
 
@@ -189,6 +193,7 @@ def _combine(
     """
     wait(PDL)
     AT_ONCE: tl.constexpr = 8 if CHUNK % 8 == 0 and R * BLOCK_D <= 1024 else 4
+    TURNS: tl.constexpr = 4 if R * BLOCK_D <= 256 else 2 if R * BLOCK_D <= 512 else 1
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
     f = tl.program_id(1) * R + tl.arange(0, R)
@@ -219,14 +224,19 @@ def _combine(
         whole_z = tl.zeros([R], tl.float32)
         whole_acc = tl.zeros([R, BLOCK_D], tl.float32)
         step = KV_HEADS * M
-        for slot in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE):
-            place = ((base + slot) * KV_HEADS + head) * M + f
-            if per == 1:
-                whole_m, whole_z, whole_acc = _merge_parts(
-                    whole_m, whole_z, whole_acc, sums, parts, place, step, slot, first, stop, row,
-                    rows, BLOCK_D, AT_ONCE,
-                )  # fmt: skip
-            else:
+        begun = first // AT_ONCE * AT_ONCE
+        if per == 1:
+            for slots in range(begun, stop, AT_ONCE * TURNS):
+                for turn in tl.static_range(TURNS):
+                    slot = slots + turn * AT_ONCE
+                    place = ((base + slot) * KV_HEADS + head) * M + f
+                    whole_m, whole_z, whole_acc = _merge_parts(
+                        whole_m, whole_z, whole_acc, sums, parts, place, step, slot, first, stop,
+                        row, rows, BLOCK_D, AT_ONCE,
+                    )  # fmt: skip
+        else:
+            for slot in range(begun, stop, AT_ONCE):
+                place = ((base + slot) * KV_HEADS + head) * M + f
                 m, z, acc = _merge_parts(
                     m, z, acc, sums, parts, place, step, slot, first, stop, row, rows, BLOCK_D,
                     AT_ONCE,

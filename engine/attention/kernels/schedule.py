@@ -30,13 +30,15 @@ FEW_ROWS = 8
 class Tiles:
     """Shapes of the kernels, fixed by head size and dtype, never by a batch: they are part of the
     result. `rows` folded rows (M) by `keys` (N, a unit); a chunk has `chunk` units, a multiple of
-    4. `warps` and `stages` are of `_attend`."""
+    4. `warps` and `stages` are of `_attend`, `programs` those that a multiprocessor is given: like
+    `stages` they change no bit."""
 
     rows: int
     keys: int
     chunk: int
     warps: int
     stages: int
+    programs: int = 8
 
 
 def tiles_for(group: int, head_dim: int, half: bool) -> Tiles:
@@ -71,7 +73,8 @@ class Schedule:
         units = -(-keys // self.tiles.keys)
         chunks = -(-units // self.tiles.chunk)
         parts = max(min(tiles * units, self.programs), min(tiles * chunks, self.slots))
-        return HEADER + spans * pages_per_span + RECORD * (2 * tiles + parts)
+        # Every program reads an item before it knows how many there are.
+        return HEADER + spans * pages_per_span + RECORD * max(2 * tiles + parts, 1)
 
     def records(self, words: int, spans: int, pages_per_span: int) -> int:
         """Records that fit behind the table."""
