@@ -52,7 +52,7 @@ def plan(
         int,
         typer.Option(
             min=0,
-            help="Rounds that a target goes on by itself with a draft inside, or that reads its rows.",
+            help="Rounds that a target goes on by itself with a draft that it asks.",
         ),
     ] = 8,
     free_run: Annotated[

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from engine.config import EngineConfig
 from tests.engine import latent_draft_checks, latent_gpu
 from tests.load import bench_gpu_draft as bench
-from tests.load.bench_gpu_draft import Setup
 from tests.load.colocated_draft import Pair
+from tests.load.draft_setups import Setup
 from tests.load.grid_models import write_latent_dspark
 
 TINY = "--tiny" in sys.argv
