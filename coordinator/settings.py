@@ -55,8 +55,8 @@ class CoordinatorSettings(ServiceSettings):
         8,
         ge=0,
         le=1024,
-        description="rounds a target may go on by itself with the drafter in its process, before "
-        "it is told how; 0: each round is asked for",
+        description="rounds a target may go on by itself with the drafter in its process, or with "
+        "a draft service that reads its rows, before it is told how; 0: each round is asked for",
     )
     proposal_wait_share: float = Field(
         1.5,

@@ -10,14 +10,7 @@ from itertools import accumulate
 from operator import mul
 
 from coordinator.costs import Cost, line
-
-PLAIN, SEPARATE, COLOCATED = "plain", "separate", "co-located"
-_BITS_PER_MS = 1e6  # of one Gbit/s
-# Share of an exchange's work that a target has between two steps even if it asks nobody.
-TURN_SHARE = 0.4
-# What the services do for a session in a round, by topology, in turns of a plain step: a co-located
-# round has a proposal to it, a separate one three services and the rows.
-_TURNS = {PLAIN: 1, COLOCATED: 2, SEPARATE: 4}
+from coordinator.topology_link import COLOCATED, PLAIN, SEPARATE, Link
 
 
 class StepTimes:
@@ -44,43 +37,6 @@ class StepTimes:
     def ms(self, tokens: float, sessions: int) -> float:
         points = [(level, line(times, tokens)) for level, times in self._levels]
         return line(points, sessions)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """`rtt_ms`: between the draft's host and the others; `target_rtt_ms`: between coordinator and
-    target; `exchange_ms`: what an exchange takes beside the wire, both ends together; `ahead`,
-    `free_run`: rounds that a target with its drafter inside, and one without a drafter, goes on for
-    by itself; `session_ms`: what the services do for one more session in a plain round.
-    """
-
-    rtt_ms: float = 0.0
-    bandwidth_gbit: float = 10.0
-    exchange_ms: float = 0.5
-    target_rtt_ms: float = 0.0
-    ahead: int = 8
-    session_ms: float = 0.0
-    free_run: int = 32
-
-    @property
-    def turn_ms(self) -> float:
-        """Between two steps of a target that goes on by itself."""
-        return TURN_SHARE * self.exchange_ms
-
-    def outside_ms(self, topology: str, sessions: int, device_ms: float) -> float:
-        """What a round takes beyond the `device_ms` of both forwards, on average."""
-        more = (sessions - 1) * self.session_ms
-        asked = self.exchange_ms + self.target_rtt_ms
-        if topology == SEPARATE:
-            return asked + self.exchange_ms + self.rtt_ms + _TURNS[SEPARATE] * more
-        turns = _TURNS[topology] * (self.turn_ms + more)
-        wait = asked - self.turn_ms
-        # Nobody waits for a session that has to be asked: it misses a round of the others.
-        missed = max(wait, device_ms + turns) if sessions > 1 else wait
-        return turns + missed / (1 + (self.free_run if topology == PLAIN else self.ahead))
-
-    def transfer_ms(self, bytes_: float) -> float:
-        return bytes_ * 8 / (self.bandwidth_gbit * _BITS_PER_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +132,13 @@ def _separate(
     that a cycle of all groups takes because one device or the wire does nothing else."""
     sessions = -(-work.batch // groups)
     verify, draft = work.verify.ms(k, sessions), work.draft.ms(k, sessions)
-    exchanges = link.outside_ms(SEPARATE, sessions, verify + draft)
+    exchanges = link.outside_ms(SEPARATE, sessions, verify + draft, work.row_bytes > 0)
     transfer = link.transfer_ms(sessions * work.taus[k] * work.row_bytes)
-    # Rows leave with the verdict, which has the coordinator to pass through on its way.
-    wait = max(0.0, transfer - (link.exchange_ms + link.target_rtt_ms) / 2)
+    # Rows leave with the verdict. A question of the target's is behind them; one that is not has
+    # the coordinator to pass through on its way.
+    wait = transfer
+    if not link.ahead:
+        wait = max(0.0, transfer - (link.exchange_ms + link.target_rtt_ms) / 2)
     busy = groups * max(verify, draft, transfer)
     return (verify, draft, exchanges, wait), busy
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from coordinator.topology import COLOCATED, PLAIN, SEPARATE, Link, Work
+from coordinator.topology import Work
+from coordinator.topology_link import COLOCATED, PLAIN, SEPARATE, Link
 from coordinator.topology_measured import Measured, Measurements
 from specwire.errors import SpecwireError
 
@@ -70,7 +71,7 @@ def _of_steps(
     mode: Measured, source: str, link: Link, verify_ms: float, draft_ms: float
 ) -> Predicted:
     device_ms = verify_ms + draft_ms
-    outside_ms = link.outside_ms(mode.topology, mode.sessions, device_ms)
+    outside_ms = link.outside_ms(mode.topology, mode.sessions, device_ms, mode.reads_rows)
     return Predicted(mode, source, device_ms + outside_ms)
 
 
@@ -92,7 +93,7 @@ def _round_ms(mode: Measured, source: Measured, plain: Measured | None, link: Li
     """A round of `mode` with the times of `source`, which may have had another K."""
     assert source.verify_ms is not None and source.draft_ms is not None
     unit = Link(exchange_ms=1.0, ahead=link.ahead, free_run=link.free_run)
-    here, there = (unit.outside_ms(one.topology, 1, 0.0) for one in (mode, source))
+    here, there = (unit.outside_ms(m.topology, 1, 0.0, m.reads_rows) for m in (mode, source))
     outside = source.outside_ms * here / there
     slope = 0.0
     if plain is not None and plain.verify_ms is not None and source.k:

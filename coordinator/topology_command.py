@@ -15,8 +15,9 @@ from coordinator import topology_check as check
 from coordinator import topology_view as view
 from coordinator.bench_report import console
 from coordinator.footprint import DTYPE_BYTES, Footprint, Room, read_footprint, rooms
-from coordinator.topology import Link, Work
+from coordinator.topology import Work
 from coordinator.topology_inputs import Workers, ask, row_bytes, taus_of, work
+from coordinator.topology_link import Link
 from coordinator.topology_measured import read_report
 from coordinator.topology_report import Report, compare
 from specwire.errors import Reason, SpecwireError
@@ -49,7 +50,10 @@ def plan(
     ] = 0.0,
     draft_ahead: Annotated[
         int,
-        typer.Option(min=0, help="Rounds that a target with its draft inside goes on by itself."),
+        typer.Option(
+            min=0,
+            help="Rounds that a target goes on by itself with a draft that it asks.",
+        ),
     ] = 8,
     free_run: Annotated[
         int, typer.Option(min=0, help="Steps that a target without a draft goes on by itself.")

@@ -11,11 +11,13 @@ from typing import Any
 
 from coordinator.bench_modes import EXACTNESS
 from coordinator.drafters import COLOCATED, PLAIN
-from coordinator.topology import COLOCATED as BESIDE
-from coordinator.topology import PLAIN as ALONE
-from coordinator.topology import SEPARATE as APART
+from coordinator.topology_link import COLOCATED as BESIDE
+from coordinator.topology_link import PLAIN as ALONE
+from coordinator.topology_link import SEPARATE as APART
 from specwire.errors import SpecwireError
 
+# Drafters that read the target's hidden states: a report tells names only.
+_ROW_READERS = frozenset({"dflash", "dspark", "hybrid"})
 _ACCEPTED = (
     "a report of `specwire bench --json` with modes that decoded something, or of "
     "`python -m tests.load.sessions --json`"
@@ -41,6 +43,10 @@ class Measured:
     @property
     def drafter(self) -> str:
         return self.method.partition("@")[0]
+
+    @property
+    def reads_rows(self) -> bool:
+        return self.drafter in _ROW_READERS
 
     @property
     def topology(self) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from coordinator.footprint import Room
 from coordinator.topology import (
-    Link,
     Round,
     Work,
     best_colocated,
@@ -15,6 +14,7 @@ from coordinator.topology import (
     break_even_ms,
     plain,
 )
+from coordinator.topology_link import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.footprint import Room
-from coordinator.topology import Link, Round, Work
+from coordinator.topology import Round, Work
 from coordinator.topology_check import Predicted
+from coordinator.topology_link import Link
 from coordinator.topology_report import Report
 
 

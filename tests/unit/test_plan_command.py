@@ -160,13 +160,18 @@ def test_a_bench_run_is_predicted_from_its_other_half(plan: Any, tmp_path: Path)
     beside, inside = json.loads(out)
     assert code == 0 and (beside["source"], inside["source"]) == ("dflash@colocated", "dflash")
     # Separate: a round of 18 ms, 2 outside; 12 for the target, so 4 for the draft. Two more draft
-    # tokens cost the target 2 ms. An exchange is 1 ms: 0.8 each round, the rest in every ninth.
-    assert inside["round_ms"] == pytest.approx(12 + 2 + 4 + 0.8 + 0.6 / 9)
+    # tokens cost the target 2 ms. Exchanges: 1.4 of one with a draft that is asked on the stream of
+    # its rows, 0.8 beside it, and in both every ninth round the rest of one with the coordinator.
+    apart, within = 1.4 + 0.6 / 9, 0.8 + 0.6 / 9
+    assert inside["round_ms"] == pytest.approx(12 + 2 + 4 + 2 * within / apart)
     # Co-located: 19 ms, 0.5 outside, 4 for the draft and 14.5 for the target, 1.125 a token.
-    assert beside["round_ms"] == pytest.approx(14.5 - 2 * 1.125 + 4 + 2 * 0.5 / (0.8 + 0.6 / 9))
+    assert beside["round_ms"] == pytest.approx(14.5 - 2 * 1.125 + 4 + 0.5 * apart / within)
+    # Without runs ahead: two exchanges and 0.4 of one more, or 0.8 and 0.6.
+    driven = json.loads(plan(*flags, "--draft-ahead", "0", "--json")[1])[1]
+    assert driven["round_ms"] == pytest.approx(12 + 2 + 4 + 2 * 1.4 / 2)
     assert inside["error"] == pytest.approx(2.5e3 / inside["round_ms"] / (2.5e5 / 1900) - 1)
     code, out, _ = plan(*flags)
-    assert code == 0 and "dflash@colocated" in out and "+3 %" in out
+    assert code == 0 and "dflash@colocated" in out and f"{inside['error']:+.0%}"[:-1] in out
     lonely = {**REPORT, "modes": {"plain": REPORT["modes"]["plain"]}}
     (tmp_path / "bench.json").write_text(json.dumps(lonely))
     assert "specwire bench --modes" in plan(*flags)[1]
@@ -200,7 +205,7 @@ def test_a_run_with_many_sessions_is_predicted_from_times_given(plan: Any, tmp_p
     assert beside["round_ms"] == pytest.approx((11 + 4 + 2 * 0.9) * (1 + 1 / 9))
     assert beside["tokens_per_s"] == pytest.approx(8 * 2e3 / beside["round_ms"])
     assert beside["error"] == pytest.approx(beside["tokens_per_s"] / 900 - 1)
-    assert apart["round_ms"] == pytest.approx(12 + 4 + 1.0 + 4 * 0.7)
+    assert apart["round_ms"] == pytest.approx(12 + 4 + 0.7 + 0.3 / 9 + 4 * 0.7)
     one = json.loads(plan(*flags, *times, "--k", "4", "--method", "dspark", "--json")[1])
     assert [found["measured"]["label"] for found in one] == ["plain", "dspark"]
     code, _, err = plan(*flags, *times)
@@ -215,7 +220,7 @@ def test_a_run_with_many_sessions_tells_its_own_steps(plan: Any, tmp_path: Path)
     assert code == 0 and {one["source"] for one in (alone, beside, apart)} == {"its own steps"}
     assert alone["round_ms"] == pytest.approx(10.5 + 0.2 + 0.3 / 33)
     assert beside["round_ms"] == pytest.approx((16 + 2 * 0.9) * (1 + 1 / 9))
-    assert apart["round_ms"] == pytest.approx(20 + 1.0 + 4 * 0.7)
+    assert apart["round_ms"] == pytest.approx(20 + 0.7 + 0.3 / 9 + 4 * 0.7)
     assert "dflash@colocated" in plan(*flags)[1]
     without = [{**cell, "verify_ms": None} for cell in CELLS]
     for bad, named in ((without, "--verify-ms"), ([], "--from-bench")):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from coordinator.costs import Cost
 from coordinator.topology import (
-    Link,
     StepTimes,
     Work,
     best_colocated,
@@ -21,6 +20,7 @@ from coordinator.topology import (
     separate,
     tau,
 )
+from coordinator.topology_link import Link
 
 
 def steps(*points: tuple[int, int, float]) -> StepTimes:
@@ -98,19 +98,45 @@ def test_one_session_by_hand() -> None:
     assert beside.tokens_per_s == pytest.approx(2500 / 16.9)
     # With 4 rounds that are not asked for.
     assert colocated(one, replace(link, ahead=4), 4).cycle_ms == pytest.approx(16.0 + 0.4 + 0.1)
-    alone = separate(one, link, 4, 1)
+    alone = separate(one, replace(link, ahead=0), 4, 1)
     # Rows: 2.5 of 40,960 bytes on 10 Gbit/s are 0.0819 ms, and are there before the word to go on.
     assert alone.rows_ms == 0.0
     assert alone.exchanges_ms == pytest.approx(0.7 + 3.5)
     assert alone.cycle_ms == pytest.approx(20.2)
 
 
+def test_a_target_that_asks_for_its_rows_saves_an_exchange_a_round() -> None:
+    """A turn and the exchange with the draft; that with the coordinator comes once in 9 rounds."""
+    link = Link(rtt_ms=3.0, bandwidth_gbit=10.0, exchange_ms=0.5, target_rtt_ms=0.2)
+    asked = separate(work(row_bytes=40_960), link, 4, 1)
+    assert asked.exchanges_ms == pytest.approx(0.2 + 3.5 + (0.3 + 0.2) / 9)
+    # The question is behind the rows of the same stream: all of their time is waited for.
+    assert asked.rows_ms == pytest.approx(0.08192)
+    parts = 12.0 + 4.0 + asked.exchanges_ms + asked.rows_ms
+    assert asked.cycle_ms == pytest.approx(parts)
+    # A drafter that reads none is asked through the coordinator, whatever the target could do.
+    assert separate(work(), link, 4, 1).exchanges_ms == pytest.approx(0.7 + 3.5)
+    far = replace(link, target_rtt_ms=20.0)
+    longer = separate(work(row_bytes=40_960), far, 4, 1).cycle_ms - asked.cycle_ms
+    assert longer == pytest.approx(19.8 / 9)
+    # Of two sessions one that has to be asked finds the target free: no round is missed.
+    two = separate(work(batch=2, row_bytes=1), link, 4, 1)
+    assert two.exchanges_ms == pytest.approx(asked.exchanges_ms)
+    # Where it is asked every round the halves of the exchange are the same work.
+    each, none = replace(link, ahead=0), work()
+    assert separate(work(row_bytes=1), each, 4, 1).exchanges_ms == pytest.approx(
+        separate(none, each, 4, 1).exchanges_ms
+    )
+
+
 def test_rows_are_waited_for_where_the_wire_is_slow() -> None:
     link = Link(rtt_ms=3.0, bandwidth_gbit=0.1, exchange_ms=0.5)
-    alone = separate(work(row_bytes=40_960), link, 4, 1)
+    alone = separate(work(row_bytes=40_960), replace(link, ahead=0), 4, 1)
     # 819,200 bits at 100,000 a ms, less half of the target's exchange.
     assert alone.rows_ms == pytest.approx(8.192 - 0.25)
     assert alone.cycle_ms == pytest.approx(12 + 4 + 0.5 + 3.5 + 7.942)
+    asked = separate(work(row_bytes=40_960), link, 4, 1)
+    assert asked.cycle_ms == pytest.approx(12 + 4 + 0.2 + 3.5 + 0.3 / 9 + 8.192)
 
 
 def test_break_even_by_hand() -> None:
