@@ -121,7 +121,7 @@ class SessionRows:
 
     def release(self) -> None:
         self.forget()
-        self._stream.detach()
+        self._stream.detach(self._name)
 
 
 class PushStream:
@@ -133,7 +133,8 @@ class PushStream:
         self._address, self._incarnation, self._metrics = address, incarnation, metrics
         self._queue_bytes, self._window = settings.push_queue_bytes, settings.push_window_bytes
         self._queue: deque[draft_pb2.FeatureChunk] = deque()
-        self._asks: list[draft_pb2.Advance] = []
+        # Not sent yet: of a session the latest, however long the stream stands still.
+        self._asks: dict[Key, draft_pb2.Advance] = {}
         self._open_asks = OpenAsks()
         # The draft has answered on the present stream.
         self._up = False
@@ -150,8 +151,9 @@ class PushStream:
         self._changed.set()
         self._hurry.set()
 
-    def detach(self) -> None:
+    def detach(self, name: Key) -> None:
         self.users -= 1
+        self._asks.pop(name, None)
 
     def put(self, chunk: draft_pb2.FeatureChunk) -> None:
         if self._queued + len(chunk.rows) > self._queue_bytes:
@@ -167,7 +169,7 @@ class PushStream:
             asyncio.get_running_loop().call_soon(answered, LOST)
             return
         self._open_asks.add(name, ask.step_id, answered)
-        self._asks.append(ask)
+        self._asks[name] = ask
         self._changed.set()
 
     def forget(self, name: Key) -> None:
@@ -231,10 +233,10 @@ class PushStream:
         while True:
             while not (chunks := self._frame()) and not self._asks:
                 await self._wait()
-            asks, self._asks = self._asks, []
+            asks, self._asks = self._asks, {}
             await call.write(
                 draft_pb2.PushFeaturesRequest(
-                    target_incarnation=self._incarnation, chunks=chunks, asks=asks
+                    target_incarnation=self._incarnation, chunks=chunks, asks=asks.values()
                 )
             )
             self._metrics.rows("sent", sum(len(chunk.rows) for chunk in chunks))
