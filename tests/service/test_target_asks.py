@@ -16,8 +16,8 @@ import pytest
 from engine.api import Item, ItemResult, nothing
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
 from target_svc.asks import Answer
-from target_svc.features import PushStream
 from target_svc.metrics import Metrics
+from target_svc.push_stream import PushStream
 from target_svc.sessions import Key
 from target_svc.settings import TargetSettings
 from tests.service.fleet_harness import until
