@@ -1,32 +1,20 @@
-"""Row export: one `PushFeatures` stream for each draft.
-
-Rows may be dropped, but never hold up a step.
-"""
+"""Row export: where the rows of each session go, one stream for each draft."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import OrderedDict, deque
-from contextlib import suppress
+from collections import OrderedDict
 from fnmatch import fnmatchcase
-from typing import Any
-
-import grpc
 
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import CHUNK_BYTES, channel_options
 from specwire.tensors import Rows, chunk_rows, rows_to_bytes
-from specwire.v1 import draft_pb2, draft_pb2_grpc
-from target_svc.asks import LOST, Answered, OpenAsks, Question
+from specwire.v1 import draft_pb2
+from target_svc.asks import Answered, Question
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
+from target_svc.push_stream import PushStream
 from target_svc.sessions import Key
 from target_svc.settings import TargetSettings
-
-log = logging.getLogger(__name__)
-
-_BACKOFF_S = (0.1, 2.0)
 
 
 class FeatureExporter:
@@ -121,159 +109,4 @@ class SessionRows:
 
     def release(self) -> None:
         self.forget()
-        self._stream.detach()
-
-
-class PushStream:
-    """Sends chunks in order while the draft gives credit, and connects again after a break."""
-
-    def __init__(
-        self, address: str, settings: TargetSettings, incarnation: int, metrics: Metrics
-    ) -> None:
-        self._address, self._incarnation, self._metrics = address, incarnation, metrics
-        self._queue_bytes, self._window = settings.push_queue_bytes, settings.push_window_bytes
-        self._queue: deque[draft_pb2.FeatureChunk] = deque()
-        self._asks: list[draft_pb2.Advance] = []
-        self._open_asks = OpenAsks()
-        # The draft has answered on the present stream.
-        self._up = False
-        self._queued = 0
-        self._in_flight = 0
-        self._changed = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self.users = 0
-        self._task = asyncio.ensure_future(self._run())
-
-    def attach(self) -> None:
-        """Counts a user. Its draft is there, or it would not have been named: no pause is due."""
-        self.users += 1
-        self._changed.set()
-        self._hurry.set()
-
-    def detach(self) -> None:
-        self.users -= 1
-
-    def put(self, chunk: draft_pb2.FeatureChunk) -> None:
-        if self._queued + len(chunk.rows) > self._queue_bytes:
-            self._metrics.rows("overflow", len(chunk.rows))
-            return
-        self._queue.append(chunk)
-        self._queued += len(chunk.rows)
-        self._changed.set()
-
-    def ask(self, name: Key, ask: draft_pb2.Advance, answered: Answered) -> None:
-        """Questions need no credit: a session has one at a time."""
-        if not self._up:
-            asyncio.get_running_loop().call_soon(answered, LOST)
-            return
-        self._open_asks.add(name, ask.step_id, answered)
-        self._asks.append(ask)
-        self._changed.set()
-
-    def forget(self, name: Key) -> None:
-        """The session is over, or waits no longer: nobody is told of an answer any more."""
-        self._open_asks.pop(name)
-
-    async def close(self) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-
-    async def _run(self) -> None:
-        delay, longest = _BACKOFF_S
-        # A channel for each try, sharing nothing: one that has failed would pause by itself.
-        options = [*channel_options(link=True), ("grpc.use_local_subchannel_pool", 1)]
-        while True:
-            while not self._queue and not self.users:
-                await self._wait()
-            async with grpc.aio.insecure_channel(self._address, options=options) as channel:
-                worked = await self._connection(draft_pb2_grpc.DraftServiceStub(channel))
-            delay = _BACKOFF_S[0] if worked else min(delay * 2, longest)
-            self._hurry.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), delay)
-
-    async def _wait(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-    async def _connection(self, stub: Any) -> bool:
-        """One stream until it breaks; whether the draft ever answered on it.
-
-        What was on its way is lost.
-        """
-        call = stub.PushFeatures()
-        self._in_flight = 0
-        answered = asyncio.Event()
-        tasks = [
-            asyncio.ensure_future(self._write(call)),
-            asyncio.ensure_future(self._read(call, answered)),
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            call.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, (grpc.RpcError, asyncio.InvalidStateError)):
-                log.debug("the row stream to %s broke: %s", self._address, outcome)
-            elif isinstance(outcome, Exception):
-                raise outcome
-        self._metrics.rows("lost", self._in_flight)
-        self._up = False
-        self._asks.clear()
-        self._open_asks.fail()
-        return answered.is_set()
-
-    async def _write(self, call: Any) -> None:
-        while True:
-            while not (chunks := self._frame()) and not self._asks:
-                await self._wait()
-            asks, self._asks = self._asks, []
-            await call.write(
-                draft_pb2.PushFeaturesRequest(
-                    target_incarnation=self._incarnation, chunks=chunks, asks=asks
-                )
-            )
-            self._metrics.rows("sent", sum(len(chunk.rows) for chunk in chunks))
-
-    def _frame(self) -> list[draft_pb2.FeatureChunk]:
-        """What goes next, of all sessions in one message: as much as the draft's credit and a frame
-        have room for. They count as in flight."""
-        chunks: list[draft_pb2.FeatureChunk] = []
-        size = 0
-        while self._queue:
-            more = len(self._queue[0].rows)
-            if (chunks and size + more > CHUNK_BYTES) or not self._has_credit(more):
-                break
-            chunks.append(self._queue.popleft())
-            size += more
-            self._queued -= more
-            self._in_flight += more
-        return chunks
-
-    def _has_credit(self, size: int) -> bool:
-        return self._in_flight == 0 or self._in_flight + size <= self._window
-
-    async def _read(self, call: Any, answered: asyncio.Event) -> None:
-        async for response in call:
-            answered.set()
-            self._up = True
-            for ack in response.acks:
-                self._in_flight = max(0, self._in_flight - ack.credit_bytes)
-                if ack.HasField("error"):
-                    self._metrics.dropped("rows_" + _cause(ack.error.reason))
-            for reply in response.replies:
-                self._open_asks.answer(reply)
-            if response.acks:
-                self._changed.set()
-
-
-def _cause(reason: str) -> str:
-    """A reason as a metric label; a peer must not be able to make up labels."""
-    try:
-        return Reason(reason).lower()
-    except ValueError:
-        return "other"
+        self._stream.detach(self._name)

@@ -15,6 +15,11 @@ import pytest
 
 from engine.api import Item, ItemResult, nothing
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
+from target_svc.asks import Answer
+from target_svc.metrics import Metrics
+from target_svc.push_stream import PushStream
+from target_svc.sessions import Key
+from target_svc.settings import TargetSettings
 from tests.service.fleet_harness import until
 from tests.service.target_harness import (
     AskedDraft,
@@ -325,6 +330,21 @@ async def test_answers_that_cannot_be_are_hints_all_the_same(
         if cause:
             assert made.service.count("dropped", cause=cause) > 0
         assert await made.peer.heartbeat(key()) == []
+
+
+async def test_a_stream_that_stands_still_keeps_one_question_of_a_session() -> None:
+    """Nothing piles up behind a draft that does not read; what it misses it is told later."""
+    stream = PushStream("unix:/nowhere", TargetSettings(), 1, Metrics())
+    stream._up, heard = True, list[Answer]()
+    names = [Key(1, i, 1) for i in range(3)]
+    for step in range(5):
+        for name in names:
+            stream.ask(name, draft_pb2.Advance(step_id=step, k=1), heard.append)
+    assert [a.step_id for a in stream._asks.values()] == [4, 4, 4]
+    stream.attach()
+    stream.detach(names[0])
+    assert list(stream._asks) == names[1:] and not heard
+    await stream.close()
 
 
 # -- what may not be asked for ---------------------------------------------------------------------

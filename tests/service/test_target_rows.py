@@ -13,7 +13,7 @@ import torch
 from specwire.errors import Reason
 from specwire.rpc import CHUNK_BYTES
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
-from target_svc import features
+from target_svc import push_stream
 from target_svc.features import _allowed
 from target_svc.metrics import Metrics
 from target_svc.rows import RowHistory
@@ -154,7 +154,7 @@ async def test_a_new_session_ends_the_pause_of_a_broken_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DF-13: a draft that is back gets the first rows of a session, not those two seconds later."""
-    monkeypatch.setattr(features, "_BACKOFF_S", (600.0, 600.0))
+    monkeypatch.setattr(push_stream, "_BACKOFF_S", (600.0, 600.0))
     address = f"unix:{tmp_path / 'd.sock'}"
     async with target() as service:
         peer = service.peer()
@@ -259,7 +259,7 @@ async def test_rows_of_many_sessions_share_a_frame() -> None:
     """As many chunks as a frame and the draft's credit have room for; one at least goes."""
     settings = TargetSettings(push_window_bytes=CHUNK_BYTES + 300)
     metrics = Metrics()
-    stream = features.PushStream("unix:/nowhere", settings, 1, metrics)
+    stream = push_stream.PushStream("unix:/nowhere", settings, 1, metrics)
     sizes = [100, 200, CHUNK_BYTES - 300, 200, 300, 100]
     for number, size in enumerate(sizes):
         stream.put(draft_pb2.FeatureChunk(step_id=number, rows=bytes(size)))
