@@ -77,6 +77,9 @@ class Brought(Drafting):
                 self._failed("no_proposal")
         return False
 
+    def believe(self, verdict: target_pb2.Verdict) -> None:
+        """One in the target's process is believed."""
+
     def _answers(
         self, verdict: target_pb2.Verdict, proposal: common_pb2.Proposal, asked: int
     ) -> bool:
@@ -100,7 +103,7 @@ class Brought(Drafting):
             self._failed(_FAILED)
             return
         standing, worked_s = self._at.choice.standing, worked_ns(proposal.timings) / 1e9
-        if worked_s or proposal.ids:  # else the drafter refused, or could not be asked
+        if proposal.ids or proposal.timings.compute_ns:  # else it refused, or was not asked
             standing.breaker.success()
             standing.note_proposal(worked_s)
             standing.costs.note(asked, self._busy(), length, worked_s)

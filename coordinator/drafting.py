@@ -61,6 +61,15 @@ class Drafting(ABC):
         """Longest wait of the target for a proposal, where that comes from elsewhere."""
         return 0
 
+    @abstractmethod
+    def believe(self, verdict: target_pb2.Verdict) -> None:
+        """Puts right, in place, what a drafter elsewhere claims of its times in a verdict."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether the target can go on with the drafter by itself, without an exchange here."""
+        return False
+
     def judged(self, accepted: int) -> None:
         """The verdict over this round's proposal."""
         if self._round_k:

@@ -5,7 +5,13 @@ would be four hops a round through here is two between them.
 from __future__ import annotations
 
 from coordinator.brought import Brought
-from specwire.v1 import target_pb2
+from coordinator.record import worked_ns
+from specwire.v1 import common_pb2, target_pb2
+
+# What a target says of a draft that did not answer in time, and what a draft says that has heard
+# the question and has nothing to propose.
+_LATE = "late"
+_ANSWERED = ("no_match", "no_proposal", "k_limit")
 
 
 class RunAhead(Brought):
@@ -34,13 +40,37 @@ class RunAhead(Brought):
 
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
         super().advance(verdict, ids, most)
-        # By the target; a question without an answer may never have come there.
-        self._at.told = len(ids) if verdict.HasField("proposal") else verdict.base_len
+        # By the target; a question that was not answered may never have come there.
+        proposal = verdict.proposal
+        answered = verdict.HasField("proposal") and (proposal.ids or proposal.reason in _ANSWERED)
+        self._at.told = len(ids) if answered else verdict.base_len
         return False
+
+    def believe(self, verdict: target_pb2.Verdict) -> None:
+        """Of what the draft calls spent once for all, as much as is believed; the rest is work."""
+        if self.on and self._at.choice is not None and verdict.HasField("proposal"):
+            timings = verdict.proposal.timings
+            believed = self._at.choice.standing.once_ns(timings.once_ns)
+            timings.queue_ns += timings.once_ns - believed
+            timings.once_ns = believed
+
+    def _read(
+        self, proposal: common_pb2.Proposal, asked: int, room: int, length: int, whole: bool
+    ) -> None:
+        if proposal.reason != _LATE or proposal.ids:
+            super()._read(proposal, asked, room, length, whole)
+            return
+        waited_s = worked_ns(proposal.timings) / 1e9
+        if waited_s and self._at.choice is not None:
+            self._at.choice.standing.costs.note(asked, self._busy(), length, waited_s)
+        if self.on:
+            self._missing()
+        else:
+            self._round_k = 0  # it is asked for once more, on the link
 
     def _missing(self) -> None:
         assert self._at.choice is not None
-        self._record.fell_back("late")
+        self._record.fell_back(_LATE)
         self._at.choice.standing.breaker.failure(self._asked_s)
 
     def _failed(self, cause: str) -> None:

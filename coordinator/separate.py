@@ -24,6 +24,7 @@ _USUAL_FACTOR = 2.0
 
 class _Question(NamedTuple):
     step_id: int
+    ids: list[int]
     length: int
     k: int
     sent_ns: int
@@ -59,7 +60,7 @@ class Separate(Drafting):
         brought = bool(self._run.in_hand)
         self._run.end()
         self._next_k = None
-        if not drafted or not self._at.direct:
+        if not drafted or not self.direct:
             return 0, 0
         if brought:
             self._k = self._next_k = self._plan.tokens(step, length, most)
@@ -70,6 +71,13 @@ class Separate(Drafting):
         self._next_k = None
         self._run.begin(k, ahead)
         return k, ahead
+
+    def believe(self, verdict: target_pb2.Verdict) -> None:
+        self._run.believe(verdict)
+
+    @property
+    def direct(self) -> bool:
+        return self._settings.draft_ahead > 0 and self._at.direct
 
     def judged(self, accepted: int) -> None:
         super().judged(accepted)
@@ -99,7 +107,8 @@ class Separate(Drafting):
         budget_s = self._budget_s(k) if k else 0.0
         rows = verdict.rows_start, verdict.rows_count
         if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
-            self._asked = _Question(verdict.step_id, len(ids), k, time.perf_counter_ns(), budget_s)
+            now = time.perf_counter_ns()
+            self._asked = _Question(verdict.step_id, ids, len(ids), k, now, budget_s)
             self._round_k, self._proposed, self._source = k, False, ""
         return k > 0
 
@@ -154,7 +163,7 @@ class Separate(Drafting):
     def _read(self, arrived_ns: int, message: Any, asked: _Question) -> list[int] | None:
         """Usable tokens of a reply to this round's question; None for a reply to anything else."""
         if isinstance(message, draft_pb2.DraftRefused) and message.step_id == asked.step_id:
-            self._refused(message)
+            self._refused(message, asked)
             return []
         if not isinstance(message, common_pb2.Proposal) or message.step_id != asked.step_id:
             self._stray(arrived_ns, message)
@@ -201,11 +210,10 @@ class Separate(Drafting):
         if choice is not None and not self._at.grace_s:
             choice.standing.costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
 
-    def _refused(self, message: draft_pb2.DraftRefused) -> None:
+    def _refused(self, message: draft_pb2.DraftRefused, asked: _Question) -> None:
         reason = message.error.reason
         self._record.fell_back(reason.lower() or "refused")
         if reason == Reason.NEED_TOKENS and 0 < message.have_len <= self._at.told:
-            # The next Advance starts there.
-            self._at.told = message.have_len
+            self._at.mend(message.have_len, asked.step_id, asked.ids)
         else:
             self._at.detach()

@@ -268,7 +268,10 @@ class Session:
                     self._drafting.judged(message.accepted)
                     self._plan.came(len(message.tokens), arrived_ns / 1e9)
                 drafting = self._drafting
-                self._steps.account(message, arrived_ns, drafting.waited_ns, drafting.drafted_ns)
+                drafting.believe(message)
+                self._steps.account(
+                    message, arrived_ns, drafting.waited_ns, drafting.drafted_ns, drafting.direct
+                )
                 return message
             else:
                 self._steps.dropped()

@@ -39,6 +39,11 @@ class Ended:
     answered: Answered | None = None
     rows_sent: bool = False
 
+    @property
+    def asked_from(self) -> int:
+        """From which length on the question tells; 0 where nothing was asked."""
+        return self.question.base_len if self.question is not None else 0
+
 
 class Answers:
     """What is still to be said. Whoever says something else to a session says this first."""
@@ -81,6 +86,7 @@ class Answers:
                 # draft.
                 if session.sink is not None and not ended.rows_sent:
                     ended.rows_sent = True
+                    _send_missed(ended)
                     _send_rows(ended)
                     if ended.question is not None:
                         session.sink.ask(ended.question, ended.answered or _unheard)
@@ -162,6 +168,18 @@ def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
         rank=scored.rank,
         top=[common_pb2.TopLogprob(token_id=i, logprob=value) for i, value in scored.top],
     )
+
+
+def _send_missed(ended: Ended) -> None:
+    """Rows of earlier steps whose tokens the draft is told of only now: it has dropped those that
+    it was not asked about, or never had them."""
+    session, asked = ended.session, ended.question
+    if session.sink is None or asked is None:
+        return
+    for start, rows in session.history.since(asked.base_len - 1):
+        missed = rows[: max(0, ended.base - 1 - start)]
+        if len(missed):
+            session.sink.push(asked.step_id, start, missed)
 
 
 def _send_rows(ended: Ended) -> None:

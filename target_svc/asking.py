@@ -11,13 +11,15 @@ from collections.abc import Callable
 from specwire.errors import Reason
 from specwire.v1 import common_pb2, draft_pb2
 from target_svc.answers import Answers, Ended
-from target_svc.asks import Answer, Question
+from target_svc.asks import LOST, Answer, Question
 from target_svc.metrics import Metrics
-from target_svc.proposing import Made
+from target_svc.proposing import REASON_LATE, Made
 from target_svc.sessions import Session, Step
 
 # Shorter waits are no waits by the event loop's clock, which counts milliseconds.
 _SHORTEST_S = 0.001
+# Late answers of a run after which the rest of it waits for none.
+_LATES = 2
 # Of the names that a draft gives, as much goes on.
 _NAME_CHARS, _NO_REASON = 64, "refused"
 
@@ -56,35 +58,44 @@ class HeldVerdict:
 
     def _late(self) -> None:
         self._metrics.dropped("draft_late")
-        self.settle(None)
+        self._session.late += 1
+        self._settle(Made(reason=REASON_LATE, queue_ns=self._waited_ns()))
+
+    def _waited_ns(self) -> int:
+        return time.perf_counter_ns() - self._began_ns
 
     def settle(self, answer: Answer | None) -> None:
         """The verdict is said with this, or None where it is waited for no longer, and the session
         goes on. Safe to repeat."""
-        session = self._session
+        session, made, waited_ns = self._session, None, self._waited_ns()
         if session.held is not self:
             return
-        self.drop()
-        waited_ns = time.perf_counter_ns() - self._began_ns
-        ended, made = self._ended, None
         if isinstance(answer, draft_pb2.DraftRefused):
-            made = self._refused(answer)
+            made = self._refused(answer, waited_ns)
         elif answer is not None and answer.base_len == len(session.ids):
-            made = _made(answer, ended.step.then_propose, waited_ns)
+            made = _made(answer, self._ended.step.then_propose, waited_ns)
         elif answer is not None:
             self._metrics.dropped("draft_length")
+        self._settle(made)
+
+    def _settle(self, made: Made | None) -> None:
+        session, ended = self._session, self._ended
+        self.drop()
         ended.proposal, ended.answered = made, None
         if ended.rows_sent:  # else it waits there still, with its rows
             self._answers.add(ended)
         self._go_on(session, ended.step, made)
 
-    def _refused(self, refused: draft_pb2.DraftRefused) -> Made:
-        """The reason goes on, without a time: nothing was proposed. A draft that misses tokens is
-        told of them with the next question."""
-        reason = refused.error.reason
-        if reason == Reason.NEED_TOKENS and 0 < refused.have_len < self._session.told:
-            self._session.told = refused.have_len
-        return Made(reason=(reason or _NO_REASON)[:_NAME_CHARS].lower())
+    def _refused(self, refused: draft_pb2.DraftRefused, waited_ns: int) -> Made:
+        """The reason goes on. A draft that misses tokens of this run is told of them with the next
+        question, and given their rows; what it misses besides, whoever drives the session mends."""
+        session, reason = self._session, refused.error.reason
+        if refused is LOST and self._ended.asked_from:
+            session.told = self._ended.asked_from  # nobody knows whether it came
+        elif reason == Reason.NEED_TOKENS and refused.have_len >= session.told_first:
+            session.told = min(refused.have_len, session.told)
+        name = (reason or _NO_REASON)[:_NAME_CHARS].lower()
+        return Made(reason=name, queue_ns=waited_ns)
 
     def drop(self) -> None:
         """Nothing is said, and nobody waits any more."""
@@ -97,12 +108,16 @@ class HeldVerdict:
 def question(session: Session, step: Step, base: int) -> Question:
     """Behind a committed step that began with `base` ids, of which whoever asked for the step has
     told the service. One that misses tokens refuses, and is told from there (`Session.told`)."""
-    told = min(base, session.told) if not step.asked and session.told else base
+    if step.asked or not session.told:
+        session.told = session.told_first = base
+        session.late = 0
+    told = min(base, session.told)
     session.told = length = len(session.ids)
-    # A block never has more rows than the tokens that may still come.
-    k = max(0, min(step.then_propose, session.remaining - 1))
+    # A block never has more rows than the tokens that may still come. One that is late again and
+    # again follows, and is waited for no longer.
+    k = max(0, min(step.then_propose, session.remaining - 1)) if session.late < _LATES else 0
     return Question(
-        step.step_id, told, session.ids[told:], k, step.draft_wait_us, base - 1, length - base
+        step.step_id, told, session.ids[told:], k, step.draft_wait_us, told - 1, length - told
     )
 
 

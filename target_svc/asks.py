@@ -41,17 +41,19 @@ class OpenAsks:
     def pop(self, name: Name) -> None:
         self._open.pop(name, None)
 
-    def answer(self, reply: draft_pb2.DraftReply) -> None:
-        """Passes a proposal or a refusal on; one that answers no open question is dropped."""
+    def answer(self, reply: draft_pb2.DraftReply) -> bool:
+        """Passes a proposal or a refusal on; False: it answers no open question."""
         kind = reply.WhichOneof("reply")
         if kind not in ("proposal", "refused"):
-            return
+            return False
         message = reply.proposal if kind == "proposal" else reply.refused
         key = message.key
         name = key.coordinator, key.session_id, key.generation
-        if name in self._open and self._open[name][0] == message.step_id:
-            _, answered = self._open.pop(name)
-            answered(message)
+        if name not in self._open or self._open[name][0] != message.step_id:
+            return False
+        _, answered = self._open.pop(name)
+        answered(message)
+        return True
 
     def fail(self) -> None:
         """The stream broke: nobody will answer."""

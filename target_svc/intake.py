@@ -18,6 +18,7 @@ from target_svc.scheduler import Scheduler
 from target_svc.sessions import Key, Link, Session, Step
 
 _LAST_STEP = 2**32 - 1
+_LONGEST_WAIT_US = 10_000_000  # for a proposal; the lease runs on meanwhile
 
 
 class Intake:
@@ -155,7 +156,7 @@ class Intake:
             received=time.perf_counter(),
             then_propose=min(request.then_propose, self._limits.max_draft_tokens),
             drafts_ahead=request.drafts_ahead,
-            draft_wait_us=request.draft_wait_us,
+            draft_wait_us=min(request.draft_wait_us, _LONGEST_WAIT_US),
         )
         self._scheduler.submit(session, step)
 

@@ -14,7 +14,7 @@ from target_svc.asking import HeldVerdict, asks_service, question
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
 from target_svc.outcome import usable_draft
-from target_svc.proposing import REASON_K_LIMIT, Made
+from target_svc.proposing import REASON_K_LIMIT, REASON_LATE, Made
 from target_svc.residency import Residency
 from target_svc.session_table import SessionTable
 from target_svc.sessions import Session, Step
@@ -137,7 +137,8 @@ class Progress:
             )
             ended.answered = held.settle
         else:
-            ended.proposal = Made(reason=REASON_K_LIMIT)
+            reason = REASON_LATE if session.remaining > 1 else REASON_K_LIMIT
+            ended.proposal = Made(reason=reason)
             self._go_on(session, step, ended.proposal)
         self._sharing.publish(session)
 

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 REASON_FAILED = "draft_failed"
 REASON_K_LIMIT = "k_limit"
+REASON_LATE = "late"
 
 
 class Made(NamedTuple):

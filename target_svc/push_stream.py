@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from specwire.errors import Reason
+from specwire.errors import Reason, internal_error
 from specwire.rpc import CHUNK_BYTES, channel_options
 from specwire.v1 import draft_pb2, draft_pb2_grpc
 from target_svc.asks import LOST, Answered, OpenAsks
@@ -120,15 +120,15 @@ class PushStream:
                 task.cancel()
             call.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            self._metrics.rows("lost", self._in_flight)
+            self._up = False
+            self._asks.clear()
+            self._open_asks.fail()
         for outcome in outcomes:
             if isinstance(outcome, (grpc.RpcError, asyncio.InvalidStateError)):
                 log.debug("the row stream to %s broke: %s", self._address, outcome)
-            elif isinstance(outcome, Exception):
-                raise outcome
-        self._metrics.rows("lost", self._in_flight)
-        self._up = False
-        self._asks.clear()
-        self._open_asks.fail()
+            elif isinstance(outcome, Exception):  # of ours: the next stream is another try
+                internal_error(log, f"the row stream to {self._address} failed", outcome)
         return answered.is_set()
 
     async def _write(self, call: Any) -> None:
@@ -163,6 +163,8 @@ class PushStream:
 
     async def _read(self, call: Any, answered: asyncio.Event) -> None:
         async for response in call:
+            if response is None:
+                return  # what gRPC cannot decode: the stream is given up
             answered.set()
             self._up = True
             for ack in response.acks:
@@ -170,7 +172,8 @@ class PushStream:
                 if ack.HasField("error"):
                     self._metrics.dropped("rows_" + _cause(ack.error.reason))
             for reply in response.replies:
-                self._open_asks.answer(reply)
+                if not self._open_asks.answer(reply):
+                    self._metrics.dropped("draft_stray")
             if response.acks:
                 self._changed.set()
 

@@ -142,9 +142,12 @@ class Session:
     step: Step | None = None
     next: Step | None = None
     running: bool = False
-    # Whose verdict waits for a draft service, and how many ids that service was told of.
+    # Whose verdict waits for a draft service; how many ids that service was told of, what it had
+    # when the run ahead began, and how often it was late in that run.
     held: Held | None = None
     told: int = 0
+    told_first: int = 0
+    late: int = 0
     finished: bool = False
     closed: bool = False
 

@@ -172,6 +172,14 @@ class Rounded(TritonAttention):
         return out if plan.rows > FEW else out * (1 + 1e-6)
 
 
+class RoundedWindow(Rounded):
+    """The same in layers with a window only."""
+
+    def run(self, plan: TritonPlan, layer: int, q: Tensor) -> Tensor:
+        windowed = self.modes[layer].window is not None
+        return super().run(plan, layer, q) if windowed else Equal.run(self, plan, layer, q)
+
+
 class Equal(TritonAttention):
     """The same bits whatever the rows."""
 
@@ -182,10 +190,16 @@ class Equal(TritonAttention):
 def check_few_rows_are_tried() -> None:
     """They are used where their bits are the same, and nowhere else."""
     geometry, tiles = KVGeometry(2, 1, 32, 16, torch.float32), replace(SMALL, rows=32)
-    cpu = torch.device("cpu")
-    assert equal_few_rows(Equal, geometry, 3, torch.float32, tiles, cpu) == FEW
-    assert equal_few_rows(Rounded, geometry, 3, torch.float32, tiles, cpu) == 32
-    assert equal_few_rows(Rounded, geometry, 3, torch.float32, SMALL, cpu) == SMALL.rows
+    cpu, windowed = torch.device("cpu"), LayerMode(window=20)
+
+    def found(kind: type[TritonAttention], modes: tuple[LayerMode, ...], tiles: Tiles) -> int:
+        return equal_few_rows(kind, geometry, 3, torch.float32, modes, tiles, cpu)
+
+    assert found(Equal, (LayerMode(), windowed), tiles) == FEW
+    assert found(Rounded, (LayerMode(),), tiles) == 32
+    assert found(RoundedWindow, (LayerMode(),), tiles) == FEW
+    assert found(RoundedWindow, (LayerMode(), windowed), tiles) == 32
+    assert found(Rounded, (LayerMode(),), SMALL) == SMALL.rows
 
 
 def check_words_are_refilled() -> None:

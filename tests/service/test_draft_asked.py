@@ -207,3 +207,20 @@ async def test_a_target_that_never_reads_loses_its_stream_alone(
 async def test_who_can_be_asked_says_so(service: Service) -> None:
     info = await service.stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest())
     assert info.worker.protocol_minor >= ASKS_MINOR
+
+
+async def test_a_lost_question_is_mended_by_telling_again_with_its_rows(service: Service) -> None:
+    """The rows of a step came, its question did not: those rows are gone with the next one, which
+    is refused; the one after it tells from there, and its rows begin there."""
+    link, stream = service.link(), Stream(service)
+    await link.ask(open_item(KEY, [1, 2]))
+    await stream.send(ask(KEY, 0, 2, [3], 2), rows=[rows_of(KEY, 0, 0, [10, 20])])
+    await stream.reply()
+    await stream.send(rows=[rows_of(KEY, 1, 2, [30, 40])])
+    await stream.send(ask(KEY, 2, 5, [6], 1), rows=[rows_of(KEY, 2, 4, [50])])
+    refused = (await stream.reply()).refused
+    assert (refused.error.reason, refused.have_len) == (Reason.NEED_TOKENS, 3)
+    again = [rows_of(KEY, 3, 2, [30, 40, 50]), rows_of(KEY, 3, 5, [60])]
+    await stream.send(ask(KEY, 3, 3, [4, 5, 6, 7], 2), rows=again)
+    proposal = (await stream.reply()).proposal
+    assert (list(proposal.ids), proposal.reason) == ([60, 61], "")
