@@ -112,7 +112,7 @@ class Steps:
         arrived_ns: int,
         waited_ns: int,
         drafted_ns: int,
-        direct: bool,
+        direct: bool = False,
     ) -> None:
         """Where the time since the previous verdict went: `waited_ns` of it for a separate draft,
         which computed for `drafted_ns`; what one did that the target asked stands in the verdict.
