@@ -27,7 +27,8 @@ class RunAhead(Brought):
         return self._proposal if self.on or self._round_k else None
 
     def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
-        raise NotImplementedError("the rounds of the draft service decide that")
+        """`Separate` decides, whose rounds begin a run."""
+        return 0, 0
 
     def begin(self, asked: int, ahead: int) -> None:
         """After the step that is about to be sent the target goes on for `ahead` rounds, each with
