@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -26,6 +27,19 @@ def worker_info(incarnation: int, device: str) -> common_pb2.WorkerInfo:
         version=metadata.version("specwire"),
         device=device,
     )
+
+
+@asynccontextmanager
+async def _reading(read: Coroutine[Any, Any, None], outbox: Outbox[Answer]) -> AsyncIterator[None]:
+    """Reads a stream, which fills the outbox, while the block answers it out of that."""
+    reader = asyncio.create_task(read)
+    try:
+        yield
+        if reader.done():  # else the outbox was given up: the stream ends here
+            await reader
+    finally:
+        outbox.close()
+        reader.cancel()
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
@@ -52,19 +66,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.DraftServiceLinkRequest], context: Any
     ) -> AsyncIterator[draft_pb2.DraftServiceLinkResponse]:
         outbox: Outbox[draft_pb2.DraftReply] = Outbox()
-        reader = asyncio.create_task(self._read(request_iterator, outbox))
-        try:
+        async with _reading(self._read(request_iterator, outbox), outbox):
             while replies := await outbox.take_all():
                 yield draft_pb2.DraftServiceLinkResponse(
                     incarnation=self._incarnation,
                     replies=replies,
                     load=self._load(),
                 )
-            if reader.done():  # else the outbox was given up: the stream ends here
-                await reader
-        finally:
-            outbox.close()
-            reader.cancel()
 
     async def _read(
         self,
@@ -85,18 +93,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.PushFeaturesRequest], context: Any
     ) -> AsyncIterator[draft_pb2.PushFeaturesResponse]:
         outbox: Outbox[draft_pb2.PushFeaturesResponse] = Outbox()
-        reader = asyncio.create_task(self._read_rows(request_iterator, outbox))
-        try:
+        async with _reading(self._read_rows(request_iterator, outbox), outbox):
             while answers := await outbox.take_all():
                 response = answers[0]
                 for more in answers[1:]:
                     response.MergeFrom(more)
                 yield response
-            if reader.done():  # else the outbox was given up: the stream ends here
-                await reader
-        finally:
-            outbox.close()
-            reader.cancel()
 
     async def _read_rows(
         self,

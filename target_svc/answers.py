@@ -22,8 +22,7 @@ from target_svc.sessions import Session, Step
 @dataclass(slots=True)
 class Ended:
     """A session's part of a step, committed; the last chunk of a prompt, or a block. `kept` is None
-    for a chunk with more to come: it has rows only. `base`: the length before; `computed_s` and
-    `once_ns` are those of `Step`, as they were then."""
+    for a chunk with more to come: it has rows only. `base`: the length before."""
 
     session: Session
     step: Step

@@ -112,13 +112,11 @@ def question(session: Session, step: Step, base: int) -> Question:
         session.told = session.told_first = base
         session.late = 0
     told = min(base, session.told)
-    session.told = length = len(session.ids)
+    session.told = len(session.ids)
     # A block never has more rows than the tokens that may still come. One that is late again and
     # again follows, and is waited for no longer.
     k = max(0, min(step.then_propose, session.remaining - 1)) if session.late < _LATES else 0
-    return Question(
-        step.step_id, told, session.ids[told:], k, step.draft_wait_us, told - 1, length - told
-    )
+    return Question(step.step_id, told, session.ids[told:], k, step.draft_wait_us)
 
 
 def _made(proposal: common_pb2.Proposal, k: int, waited_ns: int) -> Made:

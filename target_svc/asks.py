@@ -18,15 +18,13 @@ LOST = draft_pb2.DraftRefused(error=common_pb2.ItemError(reason="DRAFT_LOST"))
 
 class Question(NamedTuple):
     """What was committed behind `base_len`, and that `k` tokens are wanted; 0: none, but the draft
-    follows. The rows [rows_start, rows_start + rows_count) are on their way."""
+    follows. As many rows are on their way, from `base_len - 1` on."""
 
     step_id: int
     base_len: int
     tokens: list[int]
     k: int
     wait_us: int
-    rows_start: int
-    rows_count: int
 
 
 class OpenAsks:

@@ -98,8 +98,8 @@ class SessionRows:
             tokens=question.tokens,
             k=question.k,
             deadline_ms=-(-question.wait_us // 1000),
-            rows_start=question.rows_start,
-            rows_count=question.rows_count,
+            rows_start=question.base_len - 1,
+            rows_count=len(question.tokens),
         )
         self._stream.ask(self._name, ask, answered)
 

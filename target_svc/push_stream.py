@@ -108,10 +108,9 @@ class PushStream:
         """
         call = stub.PushFeatures()
         self._in_flight = 0
-        answered = asyncio.Event()
         tasks = [
             asyncio.ensure_future(self._write(call)),
-            asyncio.ensure_future(self._read(call, answered)),
+            asyncio.ensure_future(self._read(call)),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +120,7 @@ class PushStream:
             call.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             self._metrics.rows("lost", self._in_flight)
-            self._up = False
+            worked, self._up = self._up, False
             self._asks.clear()
             self._open_asks.fail()
         for outcome in outcomes:
@@ -129,7 +128,7 @@ class PushStream:
                 log.debug("the row stream to %s broke: %s", self._address, outcome)
             elif isinstance(outcome, Exception):  # of ours: the next stream is another try
                 internal_error(log, f"the row stream to {self._address} failed", outcome)
-        return answered.is_set()
+        return worked
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -161,11 +160,10 @@ class PushStream:
     def _has_credit(self, size: int) -> bool:
         return self._in_flight == 0 or self._in_flight + size <= self._window
 
-    async def _read(self, call: Any, answered: asyncio.Event) -> None:
+    async def _read(self, call: Any) -> None:
         async for response in call:
             if response is None:
                 return  # what gRPC cannot decode: the stream is given up
-            answered.set()
             self._up = True
             for ack in response.acks:
                 self._in_flight = max(0, self._in_flight - ack.credit_bytes)
