@@ -46,6 +46,14 @@ def test_operators_equal_their_references() -> None:
     assert all(name in said for name in CHECKS), said
 
 
+def test_a_product_of_one_step_begins_with_zero() -> None:
+    """Else a row's bits depend on which tile its batch is given: a step of many rows takes more of
+    the depth at once, and where that is all of it the compiler would begin with what is added."""
+    said = run("tests/engine/product_ir.py", TRITON_INTERPRET="0").splitlines()
+    assert len(said) == 3
+    assert all(line.endswith("begins with zero") for line in said), said
+
+
 def test_without_a_gpu_the_reason_is_given() -> None:
     said = run("tests/engine/triton_absent.py", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert "Triton kernels are not available" in said and "CUDA" in said

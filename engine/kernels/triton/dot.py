@@ -19,3 +19,10 @@ def dot(a, w, acc, WIDEN: tl.constexpr):
         a = a.to(tl.float32)
         w = w.to(tl.float32)
     return tl.dot(a, w, acc, input_precision="ieee")
+
+
+@triton.jit
+def plus(acc, other):
+    """acc + other behind a product, spelled so that the compiler cannot let the product begin with
+    `other`: it does so where the depth is one step, and rounds otherwise than with several."""
+    return tl.fma(acc, 1.0, other)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton.dependent import fetch, wait
-from engine.kernels.triton.dot import dot
+from engine.kernels.triton.dot import dot, plus
 
 
 @triton.jit
@@ -102,11 +102,11 @@ def _gemm(
         acc = acc * scale[:, None]
         up = up * scale[:, None]
     if BIAS:
-        acc += tl.load(bias + n, mask=kept_n, other=0.0).to(tl.float32)[None, :]
+        acc = plus(acc, tl.load(bias + n, mask=kept_n, other=0.0).to(tl.float32)[None, :])
     if GATED:
         if BIAS:
-            up += tl.load(bias + N + n, mask=kept_n, other=0.0).to(tl.float32)[None, :]
+            up = plus(up, tl.load(bias + N + n, mask=kept_n, other=0.0).to(tl.float32)[None, :])
         acc = acc / (1.0 + tl.exp(-acc)) * up
     if ADD:
-        acc = before + acc
+        acc = plus(acc, before)
     tl.store(place, acc.to(out.dtype.element_ty), mask=kept)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.kernels.triton import gemm
 from engine.kernels.triton.dependent import fetch, fetched_lines, flags, wait
-from engine.kernels.triton.dot import WIDEN_DOTS
+from engine.kernels.triton.dot import WIDEN_DOTS, plus
 from engine.kernels.triton.gemm import Norm
 from engine.kernels.triton.product import row_scales, sums
 from engine.kernels.triton.store import put, qkv_store, turn
@@ -60,8 +60,8 @@ def _norm_qkv_store(
     a = a * scale[:, None]
     b = b * scale[:, None]
     if BIAS:
-        a += tl.load(bias + n, mask=kept_n, other=0.0).to(tl.float32)[None, :]
-        b += tl.load(bias + HALF + n, mask=kept_n, other=0.0).to(tl.float32)[None, :]
+        a = plus(a, tl.load(bias + n, mask=kept_n, other=0.0).to(tl.float32)[None, :])
+        b = plus(b, tl.load(bias + HALF + n, mask=kept_n, other=0.0).to(tl.float32)[None, :])
     # Rounded as on the way through memory, which more rows take.
     a = a.to(q_out.dtype.element_ty).to(tl.float32)
     b = b.to(q_out.dtype.element_ty).to(tl.float32)
