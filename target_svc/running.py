@@ -1,7 +1,7 @@
 """A batch through the engine and back: between two steps there is only what the next one needs.
 
-What is to be said of the last step is written while the engine works on the next one; where that is
-much, once the engine only waits for its device, since both need the interpreter.
+What is to be said of the last step is written while the engine works on the next one: once it has
+launched it, since until then both would need the interpreter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 
 # After so many failed steps in a row the engine is given up.
 _FAILURES_ALLOWED = 3
-# So many messages are written at once: it takes less than to be told that the device is waited for.
-_AT_ONCE = 8
 
 Answer = tuple[ItemResult, Made | None]
 Batch = Sequence[tuple[Session, Item]]
@@ -59,11 +57,11 @@ class Running:
         loop = asyncio.get_running_loop()
         items = [item for _, item in batch]
         wishes = [wish_of(session) if item.draws else None for session, item in batch]
-        many = len(self._answers) > _AT_ONCE
+        owing = len(self._answers) > 0
         launched: asyncio.Future[None] = loop.create_future()
-        tell = _teller(loop, launched) if many else nothing
+        tell = _teller(loop, launched) if owing else nothing
         work = self._thread.call(_run, self._engine, self._drafter, items, wishes, tell)
-        if many:
+        if owing:
             work.add_done_callback(lambda _: _settle(launched))
             await launched
         self._answers.flush()
