@@ -31,7 +31,7 @@ def check_one(case: cases.Case) -> tuple[str, list[str], str]:
     try:
         found = cases.errors(case, cases.batch_of())
         wrong += [f"{mode}: {error:.1e}" for mode, error in found.items() if not error < limit]
-        if case.backend == "TRITON_ATTN":
+        if case.backend == "TRITON_ATTN" and (case.page == BITS_PAGE or case.dtype == "float16"):
             wrong += [f"not the same bits: {text}" for text in cases.unequal_rows(case, SHORT)]
             for width in (1, 8):
                 unequal = cases.unequal_replays(case, width)
@@ -46,6 +46,9 @@ def check_one(case: cases.Case) -> tuple[str, list[str], str]:
 
 
 SHORT = cases.batch_of(6000)
+# Every case is compared with fp64. Bits are compared where pages have this size, since each mode
+# takes seven more kernels, which compile for longer than they run.
+BITS_PAGE = 16
 
 
 def check(workers: int, only: str) -> int:
@@ -61,6 +64,7 @@ def check(workers: int, only: str) -> int:
         for name, wrong, found in pool.imap_unordered(check_one, todo, chunksize=1):
             worst.setdefault(name.split()[0], []).append(found)
             failed += bool(wrong)
+            print(f"{'WRONG' if wrong else 'ok':<6}{name}: {found}", flush=True)
             for text in wrong:
                 print(f"WRONG {name}: {text}", flush=True)
     for name, found in sorted(worst.items()):
