@@ -214,7 +214,8 @@ def check_words_are_refilled() -> None:
 
 def _refill(backend: TritonAttention, spans: Sequence[Span]) -> None:
     width, capacity, pages = 4, 3, 12
-    host = np.full(backend.words(capacity, capacity * width, pages), -1, dtype=np.int32)
+    # Words that nobody wrote say anything, such as items far outside of all memory.
+    host = np.arange(backend.words(capacity, capacity * width, pages), dtype=np.int32) << 20
     words = torch.from_numpy(host)
     plan = backend.view(words, capacity, pages, width)
     q = torch.randn(capacity * width, 2, 32)

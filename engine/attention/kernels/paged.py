@@ -21,7 +21,7 @@ from engine.attention.kernels.parts import _finish, _keep_part
 from engine.attention.kernels.parts import _keys as _keys
 from engine.attention.kernels.parts import _merge as _merge
 from engine.attention.kernels.parts import _store as _store
-from engine.kernels.triton.dependent import wait
+from engine.kernels.triton.dependent import ask, wait
 
 
 @triton.jit
@@ -64,6 +64,26 @@ def _places(table, unit, last_page, N: tl.constexpr, PAGE: tl.constexpr):
     return tl.load(table + tl.minimum(page, last_page)).to(tl.int64), within
 
 
+@triton.jit
+def _bounds(
+    tile, start, rows, first_key, last_key, window,
+    M: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Keys of an item that rows of its tile see."""
+    last = tl.minimum((tile * M + M - 1) // GROUP, rows - 1)
+    begin, end = _keys(start, rows, window, tile * M // GROUP, last, CAUSAL)
+    return tl.maximum(begin, first_key), tl.minimum(end, last_key)
+
+
+@triton.jit
+def _fetch_rows(cache, place, D: tl.constexpr):
+    """Asks for rows of D values, the first lines of which are at cache + place."""
+    BITS: tl.constexpr = D * cache.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = 1 if BITS <= 1024 else 2 if BITS <= 2048 else 4 if BITS <= 4096 else 8
+    line = tl.arange(0, LINES)
+    ask(cache + place[:, None] + (line * (D // LINES))[None, :])
+
+
 @triton.jit(do_not_specialize=["items_at", "table_at", "pages_per_span", "window"])
 def _attend(
     q, k_cache, v_cache, out, lse, sums, parts, arrived, words, items_at, table_at, pages_per_span,
@@ -85,7 +105,6 @@ def _attend(
     16 bits of the queries; IEEE: products are those of fp32, never of fewer bits. FINISH > 0: no
     span has more folded rows than that, and `_finish` adds up instead of `_combine`.
     """
-    wait(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
     f = tl.arange(0, M)
@@ -98,6 +117,15 @@ def _attend(
     index = tl.program_id(1)
     # The first item is fetched together with `total`, each one while that before it is worked on.
     span, tile, first_key, last_key, slot, start, rows, first_row = _item(items + index * 8, True)
+    if PDL:
+        begin, end = _bounds(tile, start, rows, first_key, last_key, window, M, GROUP, CAUSAL)
+        if (begin < end) & (index < total):
+            table = words + table_at + span * pages_per_span
+            page, within = _places(table, begin // N, (end - 1) // PAGE, N, PAGE)
+            place = page * STRIDE_PAGE + within * STRIDE_TOKEN + head * D
+            _fetch_rows(k_cache, place, D)
+            _fetch_rows(v_cache, place, D)
+    wait(PDL)
     while index < total:
         index += tl.num_programs(1)
         following = _item(items + index * 8, index < total)
@@ -107,10 +135,7 @@ def _attend(
         real = row < rows
         low, high = _keys(start, rows, window, row, row, CAUSAL)
         high = tl.where(real, high, 0)
-        last = tl.minimum((tile * M + M - 1) // GROUP, rows - 1)
-        begin, end = _keys(start, rows, window, tile * M // GROUP, last, CAUSAL)
-        begin = tl.maximum(begin, first_key)
-        end = tl.minimum(end, last_key)
+        begin, end = _bounds(tile, start, rows, first_key, last_key, window, M, GROUP, CAUSAL)
 
         at = (first_row + row)[:, None].to(tl.int64) * stride_q + query_head[:, None] * D
         query = tl.load(q + at + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)

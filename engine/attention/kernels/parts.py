@@ -179,6 +179,17 @@ def _finish(
             _store(out, lse, m, z, acc, row_place, row < rows, D, LSE)
 
 
+@triton.jit
+def _tile(record, some):
+    """The words of a tile to combine, zeros where there is none; the first slot is int64."""
+    return (
+        tl.load(record, mask=some, other=0).to(tl.int64),
+        tl.load(record + 1, mask=some, other=0), tl.load(record + 2, mask=some, other=1),
+        tl.load(record + 3, mask=some, other=0), tl.load(record + 4, mask=some, other=0),
+        tl.load(record + 5, mask=some, other=0),
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tiles_end", "window"])
 def _combine(
     out, lse, sums, parts, words, tiles_end, window,
@@ -191,21 +202,20 @@ def _combine(
     A tile is eight words, tile j ending where tile j - 1 begins, the first at tiles_end: first
     slot, tile, slots a chunk, start, rows, first row of the span.
     """
-    wait(PDL)
     AT_ONCE: tl.constexpr = 8 if CHUNK % 8 == 0 and R * BLOCK_D <= 1024 else 4
     TURNS: tl.constexpr = 4 if R * BLOCK_D <= 256 else 2 if R * BLOCK_D <= 512 else 1
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
     f = tl.program_id(1) * R + tl.arange(0, R)
     total = tl.load(words + 1)
-    for index in range(tl.program_id(2), total, tl.num_programs(2)):
+    index = tl.program_id(2)
+    record = words + tiles_end - (index + 1) * 8
+    base, tile, per, start, rows, first_row = _tile(record, index < total)
+    wait(PDL)
+    while index < total:
+        index += tl.num_programs(2)
         record = words + tiles_end - (index + 1) * 8
-        base = tl.load(record).to(tl.int64)
-        tile = tl.load(record + 1)
-        per = tl.load(record + 2)
-        start = tl.load(record + 3)
-        rows = tl.load(record + 4)
-        first_row = tl.load(record + 5)
+        following = _tile(record, index < total)
 
         row = (tile * M + f) // GROUP
         real = row < rows
@@ -250,3 +260,4 @@ def _combine(
         query_head = head * GROUP + (tile * M + f) % GROUP
         place = (first_row + row) * HEADS + query_head
         _store(out, lse, m, z, acc, place, real, D, LSE)
+        base, tile, per, start, rows, first_row = following

@@ -1,5 +1,6 @@
 """Programmatic dependent launch (compute capability 9.0): a kernel is started while the one before
-it still runs, fetches its weights into the L2 cache, and waits for the other's results only then.
+it still runs, reads what no kernel of the step writes (the host's words, tables, weights, some of
+them into the L2 cache only), and waits for the other's results only then.
 
 A step of few rows is a chain of kernels of a few microseconds, and is a sixth shorter so. One of
 many rows is not: its kernels fill the device, and what starts early is in their way. A kernel that
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LINE = 64  # bf16 numbers of a cache line
 _FEW_ROWS = 16
 _FETCHED_LINES, _FETCHED_SIZE = 32, 4 << 20
@@ -26,7 +28,7 @@ _wanted = True
 
 @functools.cache
 def dependent_launch_available() -> bool:
-    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+    if _INTERPRETED or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= (9, 0)
 
@@ -40,17 +42,36 @@ def use_dependent_launch(on: bool) -> None:
 
 def flags(rows: int) -> dict[str, bool]:
     """Of a launch over so many rows: the kernel's own flag, and the launcher's where it is set."""
-    on = _wanted and rows <= _FEW_ROWS and dependent_launch_available()
-    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+    if not _wanted or rows > _FEW_ROWS:
+        return {"PDL": False}
+    if _INTERPRETED:  # what is read before waiting is read there too
+        return {"PDL": True}
+    return {"PDL": True, "launch_pdl": True} if dependent_launch_available() else {"PDL": False}
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
     """Waits for the kernel before this one, and only then lets the next one start: two at a time
     are enough to hide a launch, and more would take the memory's time from the one at work."""
-    if PDL:
+    if PDL and not _INTERPRETED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def ask(at):
+    """Asks for the cache lines of pointers."""
+    if _INTERPRETED:
+        tl.load(at)
+    else:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [at.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -60,15 +81,7 @@ def fetch(weight, row, K: tl.constexpr, LINES: tl.constexpr):
     if LINES:  # noqa: SIM102
         if tl.program_id(0) == 0:
             column = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
-            at = (weight + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.int64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [at],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            ask(weight + row.to(tl.int64)[:, None] * K + column[None, :])
 
 
 def fetched_lines(n: int, k: int) -> int:

@@ -14,16 +14,16 @@ from engine.kernels.triton.dependent import flags, wait
 @triton.jit
 def _rms_norm(x, index, weight, out, stride, eps, K: tl.constexpr, BLOCK: tl.constexpr,
               INDEX: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < K
+    w = tl.load(weight + cols, mask=inside, other=0.0)
+    wait(PDL)
     source = row
     if INDEX:
         source = tl.load(index + row).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < K
     value = tl.load(x + source * stride + cols, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / K + eps)
-    w = tl.load(weight + cols, mask=inside, other=0.0)
     tl.store(out + row * K + cols, (value * scale * w).to(out.dtype.element_ty), mask=inside)
 
 

@@ -48,6 +48,12 @@ def _norm_qkv_store(
         column = head * D + tl.minimum(c, HALF - 1)
         fetch(weight, column, K, LINES)
         fetch(weight, column + HALF, K, LINES)
+    inside = kept_m[:, None] & kept_n[None, :]
+    slot = tl.load(slots + m, mask=kept_m, other=-1).to(tl.int64)[:, None]
+    position = tl.load(positions + m, mask=kept_m, other=0).to(tl.int64)
+    at = position[:, None] * HALF + c[None, :]
+    co = tl.load(cos + at, mask=inside, other=0.0)
+    si = tl.load(sin + at, mask=inside, other=0.0)
     wait(PDL)
     k = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -65,18 +71,12 @@ def _norm_qkv_store(
     # Rounded as on the way through memory, which more rows take.
     a = a.to(q_out.dtype.element_ty).to(tl.float32)
     b = b.to(q_out.dtype.element_ty).to(tl.float32)
-    inside = kept_m[:, None] & kept_n[None, :]
     if head < HQ + HK:
-        position = tl.load(positions + m, mask=kept_m, other=0).to(tl.int64)
-        at = position[:, None] * HALF + c[None, :]
-        co = tl.load(cos + at, mask=inside, other=0.0)
-        si = tl.load(sin + at, mask=inside, other=0.0)
         a, b = turn(a, b, co, si)
     if head < HQ:
         row = m.to(tl.int64)[:, None] * HQ + head
         put(q_out + row * D + c[None, :], a, b, inside, D, False)
     else:
-        slot = tl.load(slots + m, mask=kept_m, other=-1).to(tl.int64)[:, None]
         inside = inside & (slot >= 0)
         if head < HQ + HK:
             put(cache_k + (slot * HK + head - HQ) * D + c[None, :], a, b, inside, D, FP8)

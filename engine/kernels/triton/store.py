@@ -20,17 +20,27 @@ def turn(a, b, co, si):
 
 
 @triton.jit
-def _finish(a, b, norm, cos, sin, position, eps, c, inside, D: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotation of one head given as its two halves."""
+def _factors(norm, cos, sin, position, c, inside, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm weights of a head's two halves and its rotation: what `_finish` takes."""
     half = D // 2
+    co = tl.load(cos + position * half + c, mask=inside, other=0.0)
+    si = tl.load(sin + position * half + c, mask=inside, other=0.0)
+    first, second = co, si
+    if NORM:
+        first = tl.load(norm + c, mask=inside, other=0.0)
+        second = tl.load(norm + half + c, mask=inside, other=0.0)
+    return first, second, co, si
+
+
+@triton.jit
+def _finish(a, b, factors, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotation of one head given as its two halves."""
     if NORM:
         mean = (tl.sum(a * a, 0) + tl.sum(b * b, 0)) / D
         scale = 1.0 / tl.sqrt_rn(mean + eps)
-        a = a * scale * tl.load(norm + c, mask=inside, other=0.0)
-        b = b * scale * tl.load(norm + half + c, mask=inside, other=0.0)
-    co = tl.load(cos + position * half + c, mask=inside, other=0.0)
-    si = tl.load(sin + position * half + c, mask=inside, other=0.0)
-    return turn(a, b, co, si)
+        a = a * scale * factors[0]
+        b = b * scale * factors[1]
+    return turn(a, b, factors[2], factors[3])
 
 
 @triton.jit
@@ -49,22 +59,24 @@ def _qkv_store(
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     c = tl.arange(0, HALF)
     inside = c < D // 2
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
+    norm = q_norm if head < HQ else k_norm
+    factors = _factors(norm, cos, sin, position, c, inside, D, NORM)
+    wait(PDL)
     source = qkv + row * stride + head * D + c
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
-    slot = tl.load(slots + row).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int64)
     if head < HQ:
-        a, b = _finish(a, b, q_norm, cos, sin, position, eps, c, inside, D, NORM)
+        a, b = _finish(a, b, factors, eps, D, NORM)
         put(q_out + (row * HQ + head) * D + c, a, b, inside, D, False)
     elif slot >= 0:
         if head < HQ + HK:
-            a, b = _finish(a, b, k_norm, cos, sin, position, eps, c, inside, D, NORM)
+            a, b = _finish(a, b, factors, eps, D, NORM)
             put(cache_k + (slot * HK + head - HQ) * D + c, a, b, inside, D, FP8)
         else:
             put(cache_v + (slot * HK + head - HQ - HK) * D + c, a, b, inside, D, FP8)
@@ -109,20 +121,21 @@ def _context_store(
     HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     which = head // HK  # 2 * layer, plus 1 for values
     slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
     c = tl.arange(0, HALF)
     inside = c < D // 2
+    norm = k_norms + which // 2 * D
+    factors = _factors(norm, cos, sin, position, c, inside, D, NORM)
+    wait(PDL)
     source = kv + row * stride + head * D + c
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
     if which % 2 == 0:
-        position = tl.load(positions + row).to(tl.int64)
-        norm = k_norms + which // 2 * D
-        a, b = _finish(a, b, norm, cos, sin, position, eps, c, inside, D, NORM)
+        a, b = _finish(a, b, factors, eps, D, NORM)
     if slot >= 0:
         place = cache + which.to(tl.int64) * plane + (slot * HK + head % HK) * D
         put(place + c, a, b, inside, D, FP8)
