@@ -208,7 +208,8 @@ class Separate(Drafting):
         choice = self._at.choice
         # The first round takes in the whole context: no cost of a round.
         if choice is not None and not self._at.grace_s:
-            choice.standing.costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
+            busy, seconds = choice.worker.busy, wall_ns / 1e9
+            choice.standing.costs.note(asked.k, busy, asked.length, seconds, False)
 
     def _refused(self, message: draft_pb2.DraftRefused, asked: _Question) -> None:
         reason = message.error.reason
