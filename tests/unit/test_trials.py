@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from specwire.v1 import target_pb2
 from tests.unit.round_world import RoundWorld
 
 # A step takes 1 ms, a draft 0.3 ms, and at K=3 a round brings 2.3 tokens.
@@ -66,3 +67,26 @@ async def test_a_trial_is_one_run_and_notes_nothing_else(monkeypatch: pytest.Mon
             assert seen and [s for _, s in seen] == pytest.approx([expected] * len(seen))
             if cells is costs.ahead._cells:
                 assert {k for k, _ in seen} == {k for k in tried if k} and len(tried) > 2
+
+
+@pytest.mark.parametrize("again", [True, False])
+async def test_an_answer_kept_from_a_run_is_no_cost_of_another_k(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last verdict of a run said `late`; asked once more, with the K of now, the draft says at
+    once what it had by then."""
+    world = RoundWorld(monkeypatch, STEP, DRAFT, 0.3, 0.3)
+    drafting = world.drafting
+    if again:
+        drafting._run.begin(2, 0)
+    late = target_pb2.Verdict(step_id=4, base_len=9, new_len=10, tokens=[1])
+    late.proposal.step_id, late.proposal.base_len, late.proposal.reason = 4, 10, "late"
+    late.proposal.timings.queue_ns = 50_000_000
+    drafting.advance(late, [1] * 10, 3)
+    assert await drafting.proposal() == [1, 1, 1]
+    costs = world.standing.costs
+    noted = [
+        {k for c in way._cells.values() for k in c.seen} for way in (costs.driven, costs.ahead)
+    ]
+    assert noted == ([set(), {2}] if again else [{3}, set()])
+    assert (world.standing.proposal_s == 0) is again
