@@ -35,6 +35,11 @@ def library() -> ModuleType:
     return flashinfer  # type: ignore[no-any-return]
 
 
+def version() -> str:
+    """The package's. Raises BackendUnavailable where it does not load."""
+    return str(library().__version__)
+
+
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
     """The step that the wrappers were planned for; another plan replaces it."""
