@@ -21,7 +21,7 @@ Words = NDArray[np.int32]
 
 HEADER = RECORD = 8
 # Units of a span that are added up one after the other; where a span has few folded rows, which
-# `parts._finish` adds up chunk by chunk.
+# `combine._finish` adds up chunk by chunk.
 LONGEST_SUM, LONGEST_FINISH = 64, 512
 FEW_ROWS = 8
 
