@@ -196,7 +196,10 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
 
     def yields(self, method: str, placement: str) -> Yields:
         """Of all its sessions, with this drafter and without."""
-        return self._yields.setdefault((method, placement), Yields())
+        found = self._yields.get((method, placement))
+        if found is None:
+            found = self._yields[method, placement] = Yields()
+        return found
 
     def note_tokens(self, now: float, tokens: int, asked: Yields | None, drafts: bool) -> None:
         """A verdict at `now` (seconds of `time.perf_counter`) brought `tokens` to a session, which
