@@ -43,28 +43,10 @@ class SessionLevel:
         """One standard deviation of what is not known of the level yet."""
         return 1.0 / math.sqrt(_LEVEL_PRIOR + self._told)
 
-    def at(self, position: int) -> float:
-        """One that this session did not try yet does as the one before it."""
-        positions = self._positions
-        if not positions:
-            return self.level
-        return self.level + positions[min(position, len(positions) - 1)]
-
     def fade(self) -> None:
         """A round has passed: what earlier ones told counts less."""
         self._told *= _SESSION_FADE
         self._position_told = [_SESSION_FADE * told for told in self._position_told]
-
-    def learn(self, position: int, error: float, curvature: float) -> None:
-        """`error`: what came less what was expected; `curvature`: what the token tells."""
-        positions, told = self._positions, self._position_told
-        while position >= len(positions):
-            positions.append(positions[-1] if positions else 0.0)
-            told.append(0.0)
-        self._told += curvature
-        told[position] += curvature
-        self.level += error / (_LEVEL_PRIOR + self._told)
-        positions[position] += error / (_POSITION_PRIOR + told[position])
 
 
 class Acceptance:
@@ -82,11 +64,15 @@ class Acceptance:
     def chances(self, session: SessionLevel, more: float, count: int) -> list[float]:
         """Of positions 0..count-1 in a session, were its level `more` higher.
 
-        A position that nobody tried yet is taken to be like the one before.
+        A position that nobody tried yet, or not in this session, is taken to be like the one
+        before.
         """
-        profile = self._profile or [_START]
-        last = len(profile) - 1
-        return [_sigmoid(profile[min(i, last)] + session.at(i) + more) for i in range(count)]
+        profile, positions = self._profile or [_START], session._positions or [0.0]
+        last, end, level, found = len(profile) - 1, len(positions) - 1, session.level, []
+        for i in range(count):
+            own = level + positions[i if i < end else end]
+            found.append(_sigmoid(profile[i if i < last else last] + own + more))
+        return found
 
     def note(
         self,
@@ -105,30 +91,43 @@ class Acceptance:
         """
         session.fade()
         verified = asked - len(withheld)
-        for at in range(min(verified, accepted + 1)):
-            self._learn(session, at, 1.0, at < accepted, proposed)
+        graded = [(1.0, float(at < accepted)) for at in range(min(verified, accepted + 1))]
         if accepted >= verified:
             reached = 1.0
-            for at, chance in enumerate(withheld, verified):
-                self._learn(session, at, reached, chance, proposed)
+            for chance in withheld:
+                graded.append((reached, chance))
                 reached *= chance
+        self._learn(session, graded, proposed)
         if proposed:
             self.rounds += 1
             self.level += _FOLLOW * (session.level - self.level)
 
     def _learn(
-        self, session: SessionLevel, at: int, weight: float, hit: float, proposed: bool
+        self, session: SessionLevel, graded: Sequence[tuple[float, float]], proposed: bool
     ) -> None:
+        """`graded`: weight of the tokens at position 0 and on, and how far each was accepted. For
+        each verdict of each session, so all in one place."""
         profile, told = self._profile, self._told
-        while at >= len(profile):
-            profile.append(profile[-1] if profile else _START)
-            told.append(0.0)
-        chance = _sigmoid(profile[at] + session.at(at))
-        error, curvature = weight * (hit - chance), weight * chance * (1.0 - chance)
-        session.learn(at, error, curvature)
-        if proposed:
-            told[at] = _PROFILE_FADE * told[at] + curvature
-            profile[at] += error / (_PROFILE_PRIOR + told[at])
+        positions, position_told = session._positions, session._position_told
+        level, level_told = session.level, session._told
+        for at, (weight, hit) in enumerate(graded):
+            if at == len(profile):
+                profile.append(profile[-1] if profile else _START)
+                told.append(0.0)
+            if at == len(positions):
+                positions.append(positions[-1] if positions else 0.0)
+                position_told.append(0.0)
+            chance = _sigmoid(profile[at] + (level + positions[at]))
+            # What came less what was expected, and what the token tells.
+            error, curvature = weight * (hit - chance), weight * chance * (1.0 - chance)
+            level_told += curvature
+            position_told[at] += curvature
+            level += error / (_LEVEL_PRIOR + level_told)
+            positions[at] += error / (_POSITION_PRIOR + position_told[at])
+            if proposed:
+                told[at] = _PROFILE_FADE * told[at] + curvature
+                profile[at] += error / (_PROFILE_PRIOR + told[at])
+        session.level, session._told = level, level_told
 
 
 def _sigmoid(x: float) -> float:

@@ -49,9 +49,10 @@ class Brought(Drafting):
         fault of the drafter's."""
         self._record.fell_back("no_proposal")
 
-    def _busy(self) -> int:
-        """Sessions of the device that proposes."""
-        return self._at.target.busy
+    def _note_cost(self, asked: int, length: int, seconds: float) -> None:
+        """Of a drafter in the target's process: the same whoever drives the rounds."""
+        assert self._at.choice is not None
+        self._at.choice.standing.costs.note(asked, self._at.target.busy, length, seconds, None)
 
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
         self._proposal = []
@@ -106,7 +107,7 @@ class Brought(Drafting):
         if proposal.ids or proposal.timings.compute_ns:  # else it refused, or was not asked
             standing.breaker.success()
             standing.note_proposal(worked_s)
-            standing.costs.note(asked, self._busy(), length, worked_s)
+            self._note_cost(asked, length, worked_s)
         self._said = bool(proposal.confidences)
         self._proposal, _ = self._take(proposal, asked, length, room, whole)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from coordinator.acceptance import Acceptance
 from coordinator.breaker import Breaker
-from coordinator.costs import Costs, from_wire
+from coordinator.costs import from_wire
 from coordinator.handshake import check_drafter
+from coordinator.round_costs import RoundCosts
 from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
 from specwire.errors import SpecwireError
@@ -90,6 +91,6 @@ def _standing(
     """A new process owes nothing for the old one's lateness; how good it is, is known."""
     return Standing(
         breaker=Breaker(settings.breaker_lates, settings.breaker_open_ms / 1000),
-        costs=Costs(from_wire(drafter.costs, anchor=0)),
+        costs=RoundCosts(from_wire(drafter.costs, anchor=0)),
         past=known.past if known is not None else Acceptance(),
     )

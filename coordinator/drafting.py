@@ -65,11 +65,6 @@ class Drafting(ABC):
     def believe(self, verdict: target_pb2.Verdict) -> None:
         """Puts right, in place, what a drafter elsewhere claims of its times in a verdict."""
 
-    @property
-    def direct(self) -> bool:
-        """Whether the target can go on with the drafter by itself, without an exchange here."""
-        return False
-
     def judged(self, accepted: int) -> None:
         """The verdict over this round's proposal."""
         if self._round_k:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from coordinator.attachment import Attachment
 from coordinator.offers import Choice
-from coordinator.policy import KPolicy
+from coordinator.policy import KPolicy, cut_saves
 from coordinator.record import Record
 from coordinator.settings import CoordinatorSettings
 from coordinator.yields import Yields
 
-# Plain steps at a time while a drafter is expected back, so that it is noticed.
-_SHORT_RUN = 8
+# Plain steps at a time while a drafter is expected back, so that it is noticed; and behind one that
+# looks what they cost, since they are to run ahead.
+_SHORT_RUN, _TRIAL_RUN = 8, 1
 
 
 class Plan:
@@ -29,6 +30,8 @@ class Plan:
         self._at, self._settings, self._record = attachment, settings, record
         self._k, self._adaptive = k, adaptive
         self._policy: KPolicy | None = None
+        # Whether each round is asked for, since what the drafter doubts is cut here.
+        self._cuts = False
         # Why a round is plain though the drafter is attached, and for how many more steps.
         self._why_plain, self._plain_steps = "", 0
         # The same of the steps that the target runs ahead now: the next round may be decided on.
@@ -66,7 +69,9 @@ class Plan:
             limit = policy.choose(step, limit, self._at.target.busy, length)
             if not limit:
                 pause = policy.plain_steps(step)
-                return self._plain("does_not_pay" if pause else "plain_measured", pause)
+                if pause:
+                    return self._plain("does_not_pay", pause)
+                return self._plain("plain_measured", _TRIAL_RUN)
         if not breaker.allows():
             return self._plain("breaker_open", _SHORT_RUN)
         return limit
@@ -84,14 +89,21 @@ class Plan:
         return ids[:kept]
 
     def _policy_of(self) -> KPolicy:
-        """The session's policy, with the tables of the workers that it is at now."""
+        """The session's policy, with what such rounds cost as it has at the workers that it is at
+        now."""
         assert self._at.choice is not None
-        standing = self._at.choice.standing
-        shared = (self._at.target.costs, standing.costs, standing.past)
+        standing, ahead = self._at.choice.standing, self._runs_ahead
+        shared = (self._at.target.costs.of(ahead), standing.costs.of(ahead), standing.past)
         if self._policy is None:
             self._policy = KPolicy(*shared, self._settings.num_speculative_tokens)
         self._policy.use(*shared)
         return self._policy
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether rounds go on by themselves wherever they may."""
+        at = self._at
+        return self._settings.draft_ahead > 0 and not self._cuts and (at.colocated or at.direct)
 
     def _forbidden(self, choice: Choice) -> str:
         """Why the session must not draft, for the sake of all at its target; empty: it may."""
@@ -121,7 +133,9 @@ class Plan:
         self._why_ahead = ""
         if self._policy is None:
             return self._settings.draft_ahead
-        if said and self._policy.cut_saves(tokens, self._at.target.busy, length):
+        target = self._at.target
+        self._cuts = said and cut_saves(target.costs.ahead, tokens, target.busy, length)
+        if self._cuts:
             return 0
         return self._policy.stands(self._settings.draft_ahead)
 

@@ -23,8 +23,9 @@ _EVIDENCE = 16
 _PAUSE, _GROWTH, _PROBE_ROUNDS, _PROBE_SHARE = 8, 4, 2, 0.01
 # One round of so many, the fifth the first, tries another K, so that costs and chances elsewhere
 # stay known: far above, the next below or above, or none at all, which is what the others are
-# compared with. Far is as far as a round takes at most so much longer.
-_EXPLORE, _FIRST, _LONGER = 20, 5, 1.25
+# compared with. Far is as far as a round takes at most so much longer. Where rounds go on by
+# themselves, so do as many that try a K: what they cost is compared with what the others do.
+_EXPLORE, _FIRST, _LONGER, _TRIAL = 20, 5, 1.25, 2
 # A step that takes so much longer than one over a single draft token is worth cutting.
 _NOTICEABLE = 1.1
 _FAR = 1 << 30
@@ -37,9 +38,12 @@ class KPolicy:
     def __init__(self, verify: Costs, draft: Costs, past: Acceptance, start: int) -> None:
         self._verify, self._draft, self._past, self._start = verify, draft, past, start
         self._level, self._rounds, self._round = SessionLevel(past.level), 0, 0
+        # The round that tries a K out next, how many have, and whether the latest did.
+        self._due, self._turn, self._trial = _FIRST, 0, False
         # Off: steps before this one are plain. A probe asks in a few rounds in a row.
         self._off, self._plain_until, self._probes = False, 0, 0
-        self._pause = _PAUSE
+        # Its rounds, those that went on by themselves included.
+        self._pause, self._probed = _PAUSE, 0
         # Tokens per second that is expected now; 0: not known, or this round is to try a K out.
         self._rate = 0.0
         # What the drafter said of this round's tokens, and the chances of those left out.
@@ -57,12 +61,13 @@ class KPolicy:
         return max(0, self._plain_until - step) if self._off else 0
 
     def stands(self, most: int) -> int:
-        """How many more rounds, at most `most`, go on with the K chosen last: not behind one that
-        tries a K, nor up to the next that does. They count as chosen."""
-        if not self._rate:
-            return 0
-        more = min(most, _EXPLORE - 1 - (self._round - _FIRST) % _EXPLORE)
+        """How many more rounds, at most `most`, go on with the K chosen last: few behind one that
+        tries a K, else up to the next that does, but one at least. They count as chosen."""
+        longest = self._due - 1 - self._round if self._rate else _TRIAL - 1
+        more = min(most, max(1, longest))
         self._round += more
+        if self._trial:
+            self._due += more * _EXPLORE
         return more
 
     def note(self, asked: int, accepted: int, *, proposed: bool = True) -> None:
@@ -71,6 +76,7 @@ class KPolicy:
             asked = len(self._said) + len(self._withheld)
         self._past.note(self._level, asked, accepted, self._withheld, proposed=proposed)
         self._rounds += 1
+        self._probed += self._off
         self._past.calibration.note(self._said, accepted)
         self._said = self._withheld = ()
 
@@ -90,14 +96,9 @@ class KPolicy:
         self._said, self._withheld = tuple(said[:kept]), tuple(chances[kept:])
         return kept
 
-    def cut_saves(self, tokens: int, sessions: int, context: int) -> bool:
-        """Whether a step over fewer than `tokens` draft tokens takes noticeably less time."""
-        verify = self._verify.curve(sessions, context, tokens)
-        return verify is None or verify[tokens] > _NOTICEABLE * verify[min(1, tokens)]
-
     def choose(self, step: int, limit: int, sessions: int, context: int) -> int:
         """Draft tokens for the step after `step`, at most `limit`; 0: it does not pay."""
-        self._rate = 0.0
+        self._rate, self._trial = 0.0, False
         if limit <= 0 or step < self._plain_until:
             return 0
         self._round += 1
@@ -116,8 +117,11 @@ class KPolicy:
             if best_rate < pays:
                 return self._switched_off(step, best, seconds[best] / verify[0])
         self._off, self._probes, self._pause = False, 0, _PAUSE
-        turn, rest = divmod(self._round - _FIRST, _EXPLORE)
-        return best if rest else self._explored(best, limit, _STEPS[turn % len(_STEPS)], seconds)
+        if self._round < self._due:
+            return best
+        change = _STEPS[self._turn % len(_STEPS)]
+        self._due, self._turn, self._trial = self._round + _EXPLORE, self._turn + 1, True
+        return self._explored(best, limit, change, seconds)
 
     def _explored(self, best: int, limit: int, change: int, seconds: list[float]) -> int:
         self._rate = 0.0
@@ -148,11 +152,17 @@ class KPolicy:
             # The second also learns what the next lower K costs.
             return max(1, best + 1 - self._probes)
         if self._off:
-            longest = _PROBE_ROUNDS * (cost - 1.0) / _PROBE_SHARE
+            longest = max(_PROBE_ROUNDS, self._probed) * (cost - 1.0) / _PROBE_SHARE
             self._pause = max(self._pause, min(_GROWTH * self._pause, round(longest)))
-        self._off, self._probes = True, 0
+        self._off, self._probes, self._probed = True, 0, 0
         self._plain_until = step + self._pause
         return 0
+
+
+def cut_saves(verify: Costs, tokens: int, sessions: int, context: int) -> bool:
+    """Whether a step over fewer than `tokens` draft tokens takes noticeably less time."""
+    curve = verify.curve(sessions, context, tokens)
+    return curve is None or curve[tokens] > _NOTICEABLE * curve[min(1, tokens)]
 
 
 def _worth(chances: Sequence[float], verify: Sequence[float], rate: float) -> int:

@@ -62,8 +62,8 @@ class RunAhead(Brought):
             super()._read(proposal, asked, room, length, whole)
             return
         waited_s = worked_ns(proposal.timings) / 1e9
-        if waited_s and self._at.choice is not None:
-            self._at.choice.standing.costs.note(asked, self._busy(), length, waited_s)
+        if waited_s:
+            self._note_cost(asked, length, waited_s)
         if self.on:
             self._missing()
         else:
@@ -82,6 +82,7 @@ class RunAhead(Brought):
         else:
             self._round_k = 0
 
-    def _busy(self) -> int:
-        assert self._at.choice is not None
-        return self._at.choice.worker.busy
+    def _note_cost(self, asked: int, length: int, seconds: float) -> None:
+        choice = self._at.choice
+        assert choice is not None
+        choice.standing.costs.note(asked, choice.worker.busy, length, seconds, True)

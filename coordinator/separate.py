@@ -29,6 +29,8 @@ class _Question(NamedTuple):
     k: int
     sent_ns: int
     budget_s: float
+    # The target has asked it before, with a K of its own: the answer may be there.
+    again: bool
 
 
 class Separate(Drafting):
@@ -85,7 +87,8 @@ class Separate(Drafting):
 
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
         self._asked, self.waited_ns, self.drafted_ns = None, 0, 0
-        if self._run.on:
+        again = self._run.on
+        if again:
             self._run.advance(verdict, ids, most)
             if self._run.in_hand is not None:
                 return False
@@ -108,7 +111,7 @@ class Separate(Drafting):
         rows = verdict.rows_start, verdict.rows_count
         if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
             now = time.perf_counter_ns()
-            self._asked = _Question(verdict.step_id, ids, len(ids), k, now, budget_s)
+            self._asked = _Question(verdict.step_id, ids, len(ids), k, now, budget_s, again)
             self._round_k, self._proposed, self._source = k, False, ""
         return k > 0
 
@@ -152,7 +155,7 @@ class Separate(Drafting):
         self._record.fell_back("late")
         self.waited_ns = time.perf_counter_ns() - asked.sent_ns
         self._record.spent("draft", self.waited_ns)
-        self._overdue = asked
+        self._overdue = None if asked.again else asked
         if self._at.grace_s:
             # The drafter was taking in the context: that says nothing of the rounds to come.
             self._round_k = 0
@@ -181,7 +184,8 @@ class Separate(Drafting):
         self._record.spent("draft", min(worked, answered_ns))
         self._record.spent("link", answered_ns - worked)
         standing.breaker.success()
-        standing.note_proposal(answered_ns / 1e9)
+        if not asked.again:
+            standing.note_proposal(answered_ns / 1e9)
         self._note_cost(asked, answered_ns)
         self.drafted_ns = message.timings.compute_ns + once
         self._said = bool(message.confidences)
@@ -206,9 +210,10 @@ class Separate(Drafting):
 
     def _note_cost(self, asked: _Question, wall_ns: int) -> None:
         choice = self._at.choice
-        # The first round takes in the whole context: no cost of a round.
-        if choice is not None and not self._at.grace_s:
-            choice.standing.costs.note(asked.k, choice.worker.busy, asked.length, wall_ns / 1e9)
+        # The first round takes in the whole context: no cost of a round, nor is the rest of a wait.
+        if choice is not None and not self._at.grace_s and not asked.again:
+            busy, seconds = choice.worker.busy, wall_ns / 1e9
+            choice.standing.costs.note(asked.k, busy, asked.length, seconds, False)
 
     def _refused(self, message: draft_pb2.DraftRefused, asked: _Question) -> None:
         reason = message.error.reason

@@ -269,9 +269,7 @@ class Session:
                     self._plan.came(len(message.tokens), arrived_ns / 1e9)
                 drafting = self._drafting
                 drafting.believe(message)
-                self._steps.account(
-                    message, arrived_ns, drafting.waited_ns, drafting.drafted_ns, drafting.direct
-                )
+                self._steps.account(message, arrived_ns, drafting.waited_ns, drafting.drafted_ns)
                 return message
             else:
                 self._steps.dropped()

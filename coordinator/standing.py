@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from coordinator.acceptance import Acceptance
 from coordinator.breaker import Breaker
-from coordinator.costs import Costs
+from coordinator.round_costs import RoundCosts
 
 # Weight of the newest time in the running mean of proposals.
 _WEIGHT = 0.1
@@ -19,7 +19,7 @@ class Standing:
     """Each drafter has its own: one that is slow says nothing of its neighbours in the process."""
 
     breaker: Breaker
-    costs: Costs
+    costs: RoundCosts
     past: Acceptance = field(default_factory=Acceptance)
     # Running mean of how long proposals take, late ones included; 0 before the first.
     proposal_s: float = 0.0

@@ -9,10 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from coordinator.costs import Costs, from_wire
+from coordinator.costs import from_wire
 from coordinator.drafters import COLOCATED, SEPARATE, Drafters
 from coordinator.handshake import check_target, check_worker
 from coordinator.links import Link
+from coordinator.round_costs import RoundCosts
 from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
 from coordinator.text import TextModel
@@ -108,7 +109,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         self.text: TextModel | None = None
         # Running mean of a session's verify exchange at the present load; None before the first.
         self.round_s: float | None = None
-        self.costs = Costs()
+        self.costs = RoundCosts()
         # What its sessions yield together with each drafter, by method and placement.
         self._yields: dict[tuple[str, str], Yields] = {}
         # It said that it takes no new sessions; until it comes back.
@@ -129,7 +130,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         self.max_length = int(info.model.max_length_tokens)
         self.vocab_size = int(info.model.vocab_size)
         self.asks_drafts = info.worker.protocol_minor >= ASKS_MINOR
-        self.costs, self._yields = Costs(from_wire(info.costs, anchor=1)), {}
+        self.costs, self._yields = RoundCosts(from_wire(info.costs, anchor=1)), {}
         self.colocated = await self._drafters_inside(info.worker.incarnation)
         return int(info.worker.incarnation)
 
@@ -180,15 +181,25 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             return None
         return int(load.pages_free * info.page_size_tokens)
 
-    def note_round(self, tokens: int, context: int, seconds: float) -> None:
-        """A step of a session with `tokens` draft tokens took so long, the link's way included."""
+    def note_round(self, seconds: float) -> None:
+        """A step of a session took so long, the link's way included."""
         mean = seconds if self.round_s is None else self.round_s
         self.round_s = mean + _WEIGHT * (seconds - mean)
-        self.costs.note(tokens, self.busy, context, seconds)
+
+    def note_cost(self, tokens: int, context: int, seconds: float, ahead: bool) -> None:
+        """So long took a step with `tokens` draft tokens that was asked for by itself, or came
+        unasked (`ahead`). Plain steps that pay come unasked wherever they may."""
+        if tokens:
+            self.costs.note(tokens, self.busy, context, seconds, ahead)
+        elif ahead or not self._settings.free_run:
+            self.costs.note(0, self.busy, context, seconds, None)
 
     def yields(self, method: str, placement: str) -> Yields:
         """Of all its sessions, with this drafter and without."""
-        return self._yields.setdefault((method, placement), Yields())
+        found = self._yields.get((method, placement))
+        if found is None:
+            found = self._yields[method, placement] = Yields()
+        return found
 
     def note_tokens(self, now: float, tokens: int, asked: Yields | None, drafts: bool) -> None:
         """A verdict at `now` (seconds of `time.perf_counter`) brought `tokens` to a session, which

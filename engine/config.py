@@ -12,7 +12,7 @@ class EngineConfig:
 
     model          a Hugging Face directory, a .gguf file, or "default" (the packaged model)
     dtype          of the weights: auto, bfloat16 or float32; activations are fp32 on the CPU
-    kv_dtype       auto, float32 or bfloat16; refused with the attention backends' reasons
+    kv_dtype       auto, or what the attention backend has; refused with the backends' reasons
     attention_backend, cuda_graph_mode  see engine/attention/request.py
     role           whom refusals and logs name; a draft is an ordinary model that drafts
     device         auto (a GPU where there is one), cpu, cuda or cuda:N

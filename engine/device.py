@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from engine.attention import flashinfer_attn
 from engine.config import EngineConfig
 from engine.errors import BackendUnavailable, SettingRefused
 from engine.kernels import triton
@@ -122,6 +123,7 @@ def numerics_fingerprint(
         config.kv_dtype,  # concrete by now
         mode,
         attention,
+        *_library(attention),
         str((config.exact_width, config.kv_bucket, config.prefill_chunk, config.page_tokens)),
         *([f"rope {rope_length}"] if rope_length else []),
     )
@@ -140,6 +142,13 @@ def _compiler(mode: Mode, device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda" and mode != "triton":
         return ()
     return (f"triton {triton.version()}",)
+
+
+def _library(attention: str) -> tuple[str, ...]:
+    """Of attention kernels that come in a package of their own."""
+    if not attention.startswith("FLASHINFER"):
+        return ()
+    return (f"flashinfer {flashinfer_attn.version()}",)
 
 
 def device_name(device: torch.device) -> str:

@@ -8,6 +8,12 @@ from pydantic import BaseModel, Field
 
 from engine.config import EngineConfig
 
+# What backends of ours take, each some of it; fp8 is what its backend stores as such.
+KV_DTYPES = (
+    "auto, float32, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2 or fp8_ds_mla (latent attention), "
+    "of which each attention backend has some"
+)
+
 
 class EngineSettings(BaseModel):
     """How a service loads and runs its model; which one is the service's own setting."""
@@ -16,7 +22,7 @@ class EngineSettings(BaseModel):
         "auto", description="dtype of the weights: auto, bfloat16 or float32"
     )
     kv_dtype: str = Field(
-        "auto", description="dtype of the KV cache, the service's own: auto, bfloat16 or float32"
+        "auto", description=f"dtype of the KV cache, the service's own: {KV_DTYPES}"
     )
     device: str = Field("auto", description="auto (a GPU where there is one), cpu, cuda or cuda:N")
     attention_backend: str | None = Field(

@@ -81,6 +81,8 @@ class HeldVerdict:
     def _settle(self, made: Made | None) -> None:
         session, ended = self._session, self._ended
         self.drop()
+        # Until now nobody could ask anything of it.
+        session.idle_since = asyncio.get_running_loop().time()
         ended.proposal, ended.answered = made, None
         if ended.rows_sent:  # else it waits there still, with its rows
             self._answers.add(ended)

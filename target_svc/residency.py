@@ -161,7 +161,7 @@ class Residency:
 
         def unused(other: Session) -> bool:
             idle = other.finished or now - other.idle_since >= self._idle_s
-            return other.step is None and idle
+            return other.step is None and other.held is None and idle
 
         others = [
             other

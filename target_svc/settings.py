@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from engine.colocated import DrafterSettings
-from engine.settings import EngineSettings
+from engine.settings import KV_DTYPES, EngineSettings
 from specwire.settings import ServiceSettings
 
 
@@ -72,7 +72,7 @@ class TargetSettings(EngineSettings, ServiceSettings):
         "the target's page tables; auto: as the two models' attention allows",
     )
     draft_kv_dtype: str = Field(
-        "auto", description="dtype of the draft's KV, its own: auto, bfloat16 or float32"
+        "auto", description=f"dtype of the draft's KV, its own: {KV_DTYPES}"
     )
     draft_dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype of the draft's weights: auto, bfloat16 or float32"

@@ -21,13 +21,21 @@ class Span:
     """One session's rows in the packed batch: rows [first_row, first_row+row_count) at positions
     start .. start+row_count-1.
 
-    Keys [0, start+row_count) of `table` must be written when the layer runs.
+    Keys [0, start+row_count) of `table` must be written when the layer runs, as far as rows see
+    them that count.
     """
 
     table: PageTable | TableView
     start: int
     first_row: int
     row_count: int
+
+    def pages(self, page_tokens: int) -> list[int]:
+        """Of all keys. A short block's padding may stand behind what the table holds: page 0 stands
+        in for keys that only such rows see."""
+        count = -(-(self.start + self.row_count) // page_tokens)
+        held = self.table.pages[:count]
+        return held if len(held) == count else held + [0] * (count - len(held))
 
 
 class AttentionBackend(ABC):

@@ -56,7 +56,7 @@ class CpuAttention(AttentionBackend):
         for index, span in enumerate(spans):
             end = span.start + span.row_count
             described.append([span.first_row, span.row_count, end, len(pages)])
-            pages += span.table.pages[: -(-end // page_tokens)]
+            pages += span.pages(page_tokens)
             count = span.row_count * group
             tiles += [[index, at, min(size, count - at)] for at in range(0, count, size)]
         # Rounded up so that the scratch keeps whole blocks of 8 keys, 64 bytes apart.

@@ -35,6 +35,11 @@ def library() -> ModuleType:
     return flashinfer  # type: ignore[no-any-return]
 
 
+def version() -> str:
+    """The package's. Raises BackendUnavailable where it does not load."""
+    return str(library().__version__)
+
+
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
     """The step that the wrappers were planned for; another plan replaces it."""
@@ -88,8 +93,7 @@ class FlashInferAttention(AttentionBackend):
         page = shape.page_tokens
         ends = [span.start + span.row_count for span in spans]
         held = [-(-end // page) for end in ends]
-        lists = zip(spans, held, strict=True)
-        pages = [number for span, count in lists for number in span.table.pages[:count]]
+        pages = [number for span in spans for number in span.pages(page)]
         last = [end - (count - 1) * page for end, count in zip(ends, held, strict=True)]
         page_ends = list(accumulate(held, initial=0))
         words = [torch.tensor(x, dtype=torch.int32) for x in (rows, page_ends, pages, last)]

@@ -35,7 +35,7 @@ def gathered(cache: KVCache, spans: Sequence[Span]) -> Packed:
     firsts = list(accumulate(rows, initial=0))
     assert [span.first_row for span in spans] == firsts[:-1], "rows of the spans have gaps"
     slots = [
-        (torch.tensor(span.table.pages[: -(-n // page)]).unsqueeze(1) * page + torch.arange(page))
+        (torch.tensor(span.pages(page)).unsqueeze(1) * page + torch.arange(page))
         .flatten()[:n]
         .to(torch.int64)
         for span, n in zip(spans, keys, strict=True)

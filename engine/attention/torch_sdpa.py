@@ -54,7 +54,7 @@ class TorchSdpa(AttentionBackend):
         page_tokens, device = self.cache.geometry.page_tokens, self.cache.device
         end = span.start + span.row_count
         keys = -(-end // self.bucket) * self.bucket if self.bucket else end
-        held = span.table.pages[: -(-end // page_tokens)]
+        held = span.pages(page_tokens)
         # A bucket may reach past the pages held: page 0 stands in for them, and the mask hides it.
         pages = held + [0] * (-(-keys // page_tokens) - len(held))
         position = torch.arange(keys)

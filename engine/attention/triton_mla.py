@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.attention.base import LayerMode
 from engine.attention.kernels.latent import _attend_latent
 from engine.attention.kernels.schedule import Tiles
-from engine.attention.triton_attn import TritonPaged, TritonPlan, padded
+from engine.attention.triton_paged import TritonPaged, TritonPlan, padded
 from engine.kv.latent import LatentCache
 
 _HALF = (torch.float16, torch.bfloat16)

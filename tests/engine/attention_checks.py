@@ -17,7 +17,8 @@ from engine.attention.few_rows import FEW, equal_few_rows
 from engine.attention.kernels.schedule import Tiles
 from engine.attention.lse import combine
 from engine.attention.mask import attention_ref, gather, key_range
-from engine.attention.triton_attn import TritonAttention, TritonPlan
+from engine.attention.triton_attn import TritonAttention
+from engine.attention.triton_paged import TritonPlan
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine.attention import flashinfer_attn
 from engine.config import EngineConfig
 from engine.device import kernel_mode, numerics_fingerprint, resolve_device
 from engine.errors import BackendUnavailable
@@ -64,3 +66,17 @@ def test_another_triton_may_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> 
         )
     changed = {mode for mode, *pair in zip(MODES, *found, strict=True) if pair[0] != pair[1]}
     assert changed == {"triton"}
+
+
+def test_another_flashinfer_may_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it attends, and there only; nobody else asks for the package."""
+    backends, found = ("FLASHINFER", "TRITON_ATTN", "FLASH_ATTN"), []
+    cpu = torch.device("cpu")
+    for name in backends[1:]:
+        numerics_fingerprint(EngineConfig(), "torch", cpu, name)
+    for version in ("0.6.1", "0.6.2"):
+        package = SimpleNamespace(__version__=version)
+        monkeypatch.setattr(flashinfer_attn, "library", lambda package=package: package)
+        found.append([numerics_fingerprint(EngineConfig(), "torch", cpu, n) for n in backends])
+    changed = {name for name, *pair in zip(backends, *found, strict=True) if pair[0] != pair[1]}
+    assert changed == {"FLASHINFER"}

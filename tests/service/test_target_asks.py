@@ -155,6 +155,25 @@ async def test_a_verdict_waits_for_the_proposal_that_the_next_step_verifies() ->
         assert len(steps) == 5 and made.tokens() == TEXT[1:10]
 
 
+async def test_who_waits_for_a_draft_keeps_its_pages() -> None:
+    """Nobody can ask anything of it, and what its coordinator asks next comes after the verdict: to
+    one that comes behind it gives nothing until it has been idle from then on."""
+    engine = ToyEngine(pages=4, page_tokens=4)
+    settings = {"preempt_idle_ms": 400}
+    async with asking(engine=engine, max_new=8, settings=settings, no_prefix_cache=True) as made:
+        first = await made.held(run(1, 4, rounds=0))
+        await asyncio.sleep(0.45)  # idle for so long, but for the verdict that is held back
+        behind = made.service.peer()
+        await behind.send(open_target([9] * 9, 3, key(2), no_prefix_cache=True))
+        assert await made.peer.heartbeat(key()) == []
+        assert made.service.count("preemptions") == 0
+        made.draft.say(*right(first))
+        await made.verdicts(1)
+        assert made.service.count("preemptions") == 0
+        assert (await behind.verdict()).step_id == 0
+        assert made.service.count("preemptions") == 1
+
+
 async def test_a_run_of_right_proposals_is_asked_for_once() -> None:
     async with asking(right) as made:
         await made.peer.send(run(1, 4, rounds=8))
@@ -459,7 +478,7 @@ async def test_a_deadline_ends_the_wait() -> None:
 async def test_pages_that_are_taken_meanwhile_are_filled_again() -> None:
     """The session keeps its ids: what the next step needs runs again, with the proposal."""
     engine = ToyEngine(pages=3, page_tokens=4)
-    async with asking(engine=engine, max_new=9, settings={"preempt_idle_ms": 0}) as made:
+    async with asking(engine=engine, max_new=9, priority=1) as made:
         first = await made.held(run(1, 4, rounds=1))
         other = open_target([1, 2, 3], 9, at=key(2))
         await made.peer.send(other)

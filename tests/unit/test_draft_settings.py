@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draft_svc.settings import DraftSettings
+from engine.attention.table_native import ROWS
 from specwire.errors import Reason, SpecwireError
 from target_svc.settings import TargetSettings
 
@@ -56,3 +57,17 @@ def test_engine_options_are_those_of_the_target_and_the_drafts_own() -> None:
     assert (config.model, config.dtype, config.threads) == ("model", "float32", 3)
     assert (config.page_tokens, config.device, config.kv_memory_mb) == (8, "cpu", 128)
     assert TargetSettings.load(flags).engine_config("other").kv_memory_mb == 1024
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [(DraftSettings, "kv_dtype"), (TargetSettings, "kv_dtype"), (TargetSettings, "draft_kv_dtype")],
+)
+def test_the_text_of_a_kv_dtype_names_what_is_accepted(
+    settings: type[DraftSettings | TargetSettings], field: str
+) -> None:
+    """All that some backend of ours takes, and nothing else."""
+    accepted = {name for backend in ROWS for rule in backend.kv for name in rule.accepts}
+    text = settings.model_fields[field].description or ""
+    named = {word.strip(",") for word in text.partition(":")[2].partition("(")[0].split()} - {"or"}
+    assert named == accepted

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.acceptance import Acceptance, SessionLevel
 from coordinator.costs import Cost, Costs, CostTable
-from coordinator.policy import KPolicy
+from coordinator.policy import KPolicy, cut_saves
 
 LIMIT = 7
 Seconds = Callable[[int], float]
@@ -254,10 +254,9 @@ def test_a_choice_costs_microseconds() -> None:
 def test_a_cut_saves_where_a_longer_block_takes_longer(rise: float, saves: bool) -> None:
     """Times of a graph are about the same for 2 and 8 rows; plain steps, unasked, say nothing."""
     verify = Costs()
-    policy = KPolicy(verify, Costs(), Acceptance(), 4)
-    assert policy.cut_saves(7, 1, 100)  # nothing is known
+    assert cut_saves(verify, 7, 1, 100)  # nothing is known
     verify.note(0, 1, 100, 0.4)
     for k in range(1, 8):
         verify.note(k, 1, 100, 1.0 + rise * (k - 1))
-    assert policy.cut_saves(7, 1, 100) is saves
-    assert not policy.cut_saves(1, 1, 100)
+    assert cut_saves(verify, 7, 1, 100) is saves
+    assert not cut_saves(verify, 1, 1, 100)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from coordinator.breaker import Breaker
-from coordinator.costs import Costs
 from coordinator.record import Record
+from coordinator.round_costs import RoundCosts
 from coordinator.run_ahead import RunAhead
 from coordinator.standing import Standing
 from coordinator.steps import Steps
@@ -36,7 +36,7 @@ def verdict(reason: str = "", **timings: int) -> target_pb2.Verdict:
 
 
 def test_what_a_draft_calls_spent_once_is_believed_up_to_a_limit() -> None:
-    standing = Standing(Breaker(3, 2.0), Costs())
+    standing = Standing(Breaker(3, 2.0), RoundCosts())
     standing.once_left_ns = 10 * _MS
     run, found = run_of(standing), verdict(once_ns=50 * _MS)
     run.believe(found)
@@ -48,17 +48,16 @@ def test_what_a_draft_calls_spent_once_is_believed_up_to_a_limit() -> None:
 
 
 def test_a_late_draft_pays_for_its_wait_and_the_target_does_not() -> None:
-    standing, noted = Standing(Breaker(3, 2.0), Costs()), []
+    standing, noted = Standing(Breaker(3, 2.0), RoundCosts()), []
     run, record = run_of(standing), Record("toy")
     run.advance(verdict("late", queue_ns=30 * _MS), list(range(20)), 100)
-    curve = standing.costs.curve(1, 20, 7)
+    curve = standing.costs.ahead.curve(1, 20, 7)
     assert curve is not None and curve[7] > 0.029
     steps = Steps(None, record)
-    note_round = lambda drafted, length, seconds: noted.append(seconds)  # noqa: E731
-    steps._target = cast(Any, SimpleNamespace(note_round=note_round))
+    steps._target = cast(Any, SimpleNamespace(note_round=noted.append, note_cost=lambda *_: None))
     steps._verdict_ns = began = time.perf_counter_ns()
     late = verdict("late", queue_ns=30 * _MS)
     late.timings.compute_ns = 5 * _MS
-    steps.account(late, began + 36 * _MS, 0, 0, True)
+    steps.account(late, began + 36 * _MS, 0, 0)
     assert 0.005 <= noted[0] < 0.007
     assert record.phase_ns["draft"] == 30 * _MS

@@ -20,7 +20,8 @@ class _Target:
     """Keeps what it is told of rounds."""
 
     def __init__(self) -> None:
-        self.rounds: list[tuple[int, int, float]] = []
+        self.seconds: list[float] = []
+        self.costs: list[tuple[int, int, bool, int]] = []
         self.link: Any = self
 
     def open_mailbox(self, key: Any) -> Any:
@@ -29,8 +30,11 @@ class _Target:
     def send(self, item: Any) -> bool:
         return True
 
-    def note_round(self, drafted: int, length: int, seconds: float) -> None:
-        self.rounds.append((drafted, length, seconds))
+    def note_round(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def note_cost(self, drafted: int, length: int, seconds: float, ahead: bool) -> None:
+        self.costs.append((drafted, length, ahead, round(seconds * 1e3)))
 
 
 def verdict(step_id: int, compute_ms: int, once_ms: int = 0) -> target_pb2.Verdict:
@@ -50,8 +54,7 @@ def test_what_is_spent_once_is_no_cost_of_a_round() -> None:
         steps.verify(9, [1, 2, 3], 0, 0)
         begun, steps._verdict_ns = steps._sent_ns, steps._sent_ns
         steps.account(verdict(steps.step, 5, once_ms), begun + (7 + once_ms) * MS, 0, 0)
-    assert [(k, length) for k, length, _ in target.rounds] == [(3, 9), (3, 9)]
-    assert [round(seconds * 1e3) for _, _, seconds in target.rounds] == [7, 7]
+    assert target.costs == [(3, 9, False, 7)] * 2
     outside = record.to_wire(4).per_step_outside_us
     assert list(outside) == [2000, 2000]
 
@@ -69,7 +72,8 @@ def test_verdicts_that_arrive_together_did_not_cost_nothing() -> None:
     late = verdict(2, 5)
     late.proposal.timings.compute_ns = 2 * MS
     steps.account(late, begun + 16 * MS + 40_000, 0, 0)
-    assert [round(seconds * 1e3) for _, _, seconds in target.rounds] == [16, 5]
+    assert [round(seconds * 1e3) for seconds in target.seconds] == [16, 5]
+    assert target.costs == [(3, 9, True, 5)]
 
 
 def test_a_cost_of_nothing_is_not_believed() -> None:

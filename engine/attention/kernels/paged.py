@@ -3,7 +3,7 @@
 A row's keys are cut at fixed positions: units of N keys, chunks of CHUNK units, counted from
 position 0. Units are added up to chunks and chunks to the row, in order, by `_merge`, which rounds
 in the same way wherever it runs. So a launch may give a program one unit, one chunk or all keys
-(`_attend`) and leave the rest to `_finish` or `_combine` (`parts.py`): the bits of a row do not
+(`_attend`) and leave the rest to `_finish` or `_combine` (`combine.py`): the bits of a row do not
 depend on that, nor on the rows beside it. A unit that a row does not see changes nothing.
 
 Query heads of one KV head are folded into rows, row-major: folded row f is head f % GROUP of row
@@ -17,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.attention.kernels.parts import _finish, _keep_part
+from engine.attention.kernels.combine import _finish
+from engine.attention.kernels.parts import _keep_part
 from engine.attention.kernels.parts import _keys as _keys
 from engine.attention.kernels.parts import _merge as _merge
 from engine.attention.kernels.parts import _store as _store

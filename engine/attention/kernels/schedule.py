@@ -21,7 +21,7 @@ Words = NDArray[np.int32]
 
 HEADER = RECORD = 8
 # Units of a span that are added up one after the other; where a span has few folded rows, which
-# `parts._finish` adds up chunk by chunk.
+# `combine._finish` adds up chunk by chunk.
 LONGEST_SUM, LONGEST_FINISH = 64, 512
 FEW_ROWS = 8
 
@@ -121,7 +121,7 @@ class Schedule:
             for tile in range(tiles):
                 slot = tile * parts + part if parts > 1 else -1
                 items += (0, tile, part * size, (part + 1) * size, slot, *tail)
-        words[HEADER : HEADER + held] = span.table.pages[:held]
+        words[HEADER : HEADER + held] = span.pages(page)
         words[at : at + len(items)] = items
         ended = range(tiles - 1, -1, -1) if parts > 1 else ()
         sums = [n for t in ended for n in (t * parts, t, chunk // size, *tail, 0, 0)]
@@ -195,6 +195,8 @@ class Schedule:
         assert held.max(initial=0) <= pages_per_span, "a span has more pages than the plan has room"
         lists = [s.table.pages[:n] for s, n in zip(spans, held.tolist(), strict=True)]
         total = int(held.sum())
+        if sum(map(len, lists)) < total:  # padding stands behind what a table holds
+            lists = [s.pages(page) for s in spans]
         pages = np.fromiter(chain.from_iterable(lists), np.int32, total)
         row = np.repeat(np.arange(len(spans)), held)
         column = np.arange(total) - np.repeat(np.cumsum(held) - held, held)
