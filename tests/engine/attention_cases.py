@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, LayerMode, Span
+from engine.attention.few_rows import FEW
 from engine.attention.mask import gather, key_range
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool
@@ -36,6 +38,9 @@ class Case:
     dtype: str = "bfloat16"
     kv_dtype: str = ""
     kv_heads: int = 2
+    # TRITON_ATTN: rows are compared bit by bit too, which takes four times as many kernels, and
+    # those compile for longer than they run. Otherwise no tiles of few rows are tried either.
+    bits: bool = True
 
     @property
     def types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -112,7 +117,10 @@ def make(case: Case, cache: KVCache, processors: int = 0) -> AttentionBackend:
 
     heads, modes = case.ratio * case.kv_heads, modes_of(case)
     if case.backend == "TRITON_ATTN":
-        return TritonAttention(cache, heads, modes, case.types[0], processors=processors)
+        few_rows = 0 if case.bits else FEW
+        return TritonAttention(
+            cache, heads, modes, case.types[0], processors=processors, few_rows=few_rows
+        )
     if case.backend == "FLASHINFER":
         return FlashInferAttention(cache, heads, modes, case.types[0])
     kinds = (FlashAttention, FlexAttention, TorchSdpa)
@@ -221,12 +229,13 @@ def all_cases() -> list[Case]:
     """Head sizes x GQA ratios x page sizes of TRITON_ATTN in bf16; other dtypes and backends over
     part of them."""
     dims, ratios, pages = (64, 128, 80, 256), (1, 3, 4, 8), (16, 32, 64)
-    cases = [Case("TRITON_ATTN", d, r, p) for d in dims for r in ratios for p in pages]
-    cases += [Case("TRITON_ATTN", d, r, 16, "float32") for d in dims for r in (1, 4)]
-    cases += [Case("TRITON_ATTN", d, 3, 32, "float16") for d in (64, 128)]
+    ours = partial(Case, "TRITON_ATTN")
+    cases = [ours(d, r, p, bits=p == 16) for d in dims for r in ratios for p in pages]
+    cases += [ours(d, r, 16, "float32") for d in dims for r in (1, 4)]
+    cases += [ours(d, 3, 32, "float16") for d in (64, 128)]
     for kv in ("float8_e4m3fn", "float8_e5m2"):
-        cases += [Case("TRITON_ATTN", d, 4, 16, "bfloat16", kv) for d in (64, 128)]
-    cases.append(Case("TRITON_ATTN", 64, 3, 16, "float32", "bfloat16"))
+        cases += [ours(d, 4, 16, "bfloat16", kv) for d in (64, 128)]
+    cases.append(ours(64, 3, 16, "float32", "bfloat16"))
     for name in ("FLASH_ATTN", "TORCH_SDPA"):
         cases += [Case(name, d, r, 16) for d in dims for r in (1, 3, 8)]
     cases += [

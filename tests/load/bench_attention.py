@@ -31,7 +31,7 @@ def check_one(case: cases.Case) -> tuple[str, list[str], str]:
     try:
         found = cases.errors(case, cases.batch_of())
         wrong += [f"{mode}: {error:.1e}" for mode, error in found.items() if not error < limit]
-        if case.backend == "TRITON_ATTN" and (case.page == BITS_PAGE or case.dtype == "float16"):
+        if case.backend == "TRITON_ATTN" and case.bits:
             wrong += [f"not the same bits: {text}" for text in cases.unequal_rows(case, SHORT)]
             for width in (1, 8):
                 unequal = cases.unequal_replays(case, width)
@@ -46,9 +46,6 @@ def check_one(case: cases.Case) -> tuple[str, list[str], str]:
 
 
 SHORT = cases.batch_of(6000)
-# Every case is compared with fp64. Bits are compared where pages have this size, since each mode
-# takes seven more kernels, which compile for longer than they run.
-BITS_PAGE = 16
 
 
 def check(workers: int, only: str) -> int:
@@ -58,7 +55,8 @@ def check(workers: int, only: str) -> int:
         todo = [case for case in todo if case.backend != "FLASHINFER"]
         print("FLASHINFER is not installed: not checked")
     # Those that compile longest go first.
-    todo.sort(key=lambda case: case.backend not in ("FLEX_ATTENTION", "FLASHINFER"))
+    slow = ("FLEX_ATTENTION", "FLASHINFER")
+    todo.sort(key=lambda case: (case.backend not in slow, not case.bits))
     worst: dict[str, list[str]] = {}
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for name, wrong, found in pool.imap_unordered(check_one, todo, chunksize=1):
