@@ -30,9 +30,8 @@ class Brought(Drafting):
         # Tokens asked for with the verdict that comes next, and when (`time.perf_counter`).
         self._asked, self._asked_s = 0, 0.0
         self._proposal: list[int] = []
-        # Whether the latest proposal said how sure it is; verdicts of a run ahead that bring one
-        # which the target verifies by itself.
-        self._said, self._ahead = False, 0
+        # Verdicts of a run ahead that bring one which the target verifies by itself.
+        self._ahead = 0
 
     @property
     def in_hand(self) -> list[int] | None:
@@ -45,8 +44,9 @@ class Brought(Drafting):
         self._asked, self._ahead, self._asked_s = asked, ahead, time.perf_counter()
 
     def _missing(self) -> None:
-        """A verdict of a run ahead brought no proposal: the target does not know of such runs, no
+        """A verdict of a run ahead brought no proposal: the target is older than such runs, no
         fault of the drafter's."""
+        self._at.target.drafts_ahead, self._round_k = False, 0
         self._record.fell_back("no_proposal")
 
     def _note_cost(self, asked: int, length: int, seconds: float) -> None:
@@ -108,7 +108,6 @@ class Brought(Drafting):
             standing.breaker.success()
             standing.note_proposal(worked_s)
             self._note_cost(asked, length, worked_s)
-        self._said = bool(proposal.confidences)
         self._proposal, _ = self._take(proposal, asked, length, room, whole)
 
     def _failed(self, cause: str) -> None:

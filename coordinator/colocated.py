@@ -17,6 +17,6 @@ class Colocated(Brought):
 
     def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
         k = self._plan.tokens(step, length, most)
-        ahead = self._plan.ahead(k, length, self._said) if drafted and k else 0
+        ahead = self._plan.ahead() if drafted and k else 0
         self._begin(k, ahead)
         return k, ahead

@@ -100,10 +100,8 @@ class _Cell:
 class Costs:
     """Seconds of one worker's part of a round for 0..limit draft tokens."""
 
-    def __init__(self, table: Iterable[Cost] = (), *, plain_apart: bool = False) -> None:
-        """`plain_apart`: what is seen of steps without draft tokens stands by itself, since they
-        come another way than the others."""
-        self._table, self._plain_apart = CostTable(table), plain_apart
+    def __init__(self, table: Iterable[Cost] = ()) -> None:
+        self._table = CostTable(table)
         self._cells: dict[tuple[int, int], _Cell] = {}
 
     def note(self, tokens: int, sessions: int, context: int, seconds: float) -> None:
@@ -140,10 +138,9 @@ class Costs:
         ratios = {k: seconds / self._shape(cell, k) for k, seconds in cell.seen.items()}
         if not self._table:
             return sorted(ratios.items())
-        apart = [(0, ratios.pop(0))] if self._plain_apart and 0 in ratios else []
         counts = {k: float(min(cell.times[k], _MANY)) for k in ratios}
-        mean = sum(counts[k] * ratios[k] for k in ratios) / (sum(counts.values()) or 1.0)
-        return apart + sorted(
+        mean = sum(counts[k] * ratios[k] for k in ratios) / sum(counts.values())
+        return sorted(
             (k, (counts[k] * ratio + _POOLED * mean) / (counts[k] + _POOLED))
             for k, ratio in ratios.items()
         )

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from coordinator.attachment import Attachment
 from coordinator.offers import Choice
-from coordinator.policy import KPolicy, cut_saves
+from coordinator.policy import KPolicy
 from coordinator.record import Record
 from coordinator.settings import CoordinatorSettings
 from coordinator.yields import Yields
 
-# Plain steps at a time while a drafter is expected back, so that it is noticed; and behind one that
-# looks what they cost, since they are to run ahead.
-_SHORT_RUN, _TRIAL_RUN = 8, 1
+# Plain steps at a time while a drafter is expected back, so that it is noticed.
+_SHORT_RUN = 8
 
 
 class Plan:
@@ -30,8 +29,6 @@ class Plan:
         self._at, self._settings, self._record = attachment, settings, record
         self._k, self._adaptive = k, adaptive
         self._policy: KPolicy | None = None
-        # Whether each round is asked for, since what the drafter doubts is cut here.
-        self._cuts = False
         # Why a round is plain though the drafter is attached, and for how many more steps.
         self._why_plain, self._plain_steps = "", 0
         # The same of the steps that the target runs ahead now: the next round may be decided on.
@@ -66,12 +63,10 @@ class Plan:
             if why := self._forbidden(choice):
                 return self._plain(why, self._settings.free_run)
             policy = self._policy_of()
-            limit = policy.choose(step, limit, self._at.target.busy, length)
+            limit = policy.choose(step, limit, self._at.target.busy, length, self._most_ahead)
             if not limit:
-                pause = policy.plain_steps(step)
-                if pause:
-                    return self._plain("does_not_pay", pause)
-                return self._plain("plain_measured", _TRIAL_RUN)
+                why = "does_not_pay" if policy.off else "plain_measured"
+                return self._plain(why, policy.plain_steps(step))
         if not breaker.allows():
             return self._plain("breaker_open", _SHORT_RUN)
         return limit
@@ -79,7 +74,7 @@ class Plan:
     def cut(self, ids: list[int], said: Sequence[float], length: int) -> list[int]:
         """Leaves out the end of a proposal where the drafter is too unsure of it to pay.
 
-        Where a request names a number of tokens it is not touched.
+        Where a request names a number of tokens it is not touched, nor in a run.
         """
         if self._policy is None or len(said) != len(ids) or not ids:
             return ids
@@ -89,21 +84,22 @@ class Plan:
         return ids[:kept]
 
     def _policy_of(self) -> KPolicy:
-        """The session's policy, with what such rounds cost as it has at the workers that it is at
-        now."""
+        """The session's policy, with what rounds cost at the workers that it is at now."""
         assert self._at.choice is not None
-        standing, ahead = self._at.choice.standing, self._runs_ahead
-        shared = (self._at.target.costs.of(ahead), standing.costs.of(ahead), standing.past)
+        standing, settings = self._at.choice.standing, self._settings
+        shared = (self._at.target.costs, standing.costs, standing.past)
         if self._policy is None:
-            self._policy = KPolicy(*shared, self._settings.num_speculative_tokens)
+            start = settings.num_speculative_tokens
+            self._policy = KPolicy(*shared, start, settings.free_run)
         self._policy.use(*shared)
         return self._policy
 
     @property
-    def _runs_ahead(self) -> bool:
-        """Whether rounds go on by themselves wherever they may."""
+    def _most_ahead(self) -> int:
+        """Rounds with draft tokens that can go on by themselves."""
         at = self._at
-        return self._settings.draft_ahead > 0 and not self._cuts and (at.colocated or at.direct)
+        possible = at.direct or (at.colocated and at.target.drafts_ahead)
+        return self._settings.draft_ahead if possible else 0
 
     def _forbidden(self, choice: Choice) -> str:
         """Why the session must not draft, for the sake of all at its target; empty: it may."""
@@ -126,18 +122,11 @@ class Plan:
             return min(window, self._plain_steps)
         return window if self._at.given_up else min(window, _SHORT_RUN)
 
-    def ahead(self, tokens: int, length: int, said: bool) -> int:
-        """Rounds with the `tokens` asked for last that may go on by themselves. `said`: the drafter
-        says how sure it is, and what it doubts is cut here, round by round, where K is chosen and
-        a shorter block saves time."""
+    def ahead(self) -> int:
+        """Rounds with as many tokens as were asked for last that go on by themselves."""
         self._why_ahead = ""
-        if self._policy is None:
-            return self._settings.draft_ahead
-        target = self._at.target
-        self._cuts = said and cut_saves(target.costs.ahead, tokens, target.busy, length)
-        if self._cuts:
-            return 0
-        return self._policy.stands(self._settings.draft_ahead)
+        most = self._most_ahead
+        return most if self._policy is None else self._policy.stands(most)
 
     def ran_ahead(self) -> None:
         """One of the steps that `free_run` allowed has come."""

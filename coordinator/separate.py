@@ -40,9 +40,8 @@ class Separate(Drafting):
         super().__init__(at, plan, settings, record)
         self._rowless = 0
         self._run = RunAhead(at, plan, settings, record)
-        # Tokens of the latest decision, and those decided on for the next question already; and
-        # whether the drafter says how sure it is.
-        self._k, self._said = 0, False
+        # Tokens of the latest decision, and those decided on for the next question already.
+        self._k = 0
         self._next_k: int | None = None
         self._asked: _Question | None = None
         # A question whose answer did not come in time; it still tells how long answers take.
@@ -67,7 +66,7 @@ class Separate(Drafting):
         if brought:
             self._k = self._next_k = self._plan.tokens(step, length, most)
         k = min(self._k, most)
-        ahead = self._plan.ahead(k, length, self._said) if k > 0 else 0
+        ahead = self._plan.ahead() if k > 0 else 0
         if not ahead:
             return 0, 0
         self._next_k = None
@@ -188,7 +187,6 @@ class Separate(Drafting):
             standing.note_proposal(answered_ns / 1e9)
         self._note_cost(asked, answered_ns)
         self.drafted_ns = message.timings.compute_ns + once
-        self._said = bool(message.confidences)
         ids, cause = self._take(message, asked.k, asked.length, asked.k)
         self._rowless = self._rowless + 1 if cause == "rows_missing" else 0
         if self._rowless >= _ROWLESS_ROUNDS:

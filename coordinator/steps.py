@@ -115,7 +115,7 @@ class Steps:
     ) -> None:
         """Where the time since the previous verdict went: `waited_ns` of it for a separate draft,
         which computed for `drafted_ns`; what one did that the target asked stands in the verdict.
-        Free runs overlap with the rest. The exchange that begins a run is no cost of a round."""
+        Free runs overlap with the rest."""
         record, timings, sent_ns = self._record, verdict.timings, self._sent_ns
         worked, computed, once_ns = worked_ns(timings), timings.compute_ns, timings.once_ns
         inside = 0
@@ -142,9 +142,7 @@ class Steps:
             # Verdicts of a run ahead may arrive together: none took less than its computing.
             round_ns = took_ns - inside if sent_ns else max(took_ns - inside, computed)
             self._target.note_round(round_ns / 1e9)
-            if not (sent_ns and self.unasked):
-                ahead = not sent_ns
-                self._target.note_cost(self._sent, verdict.base_len, round_ns / 1e9, ahead)
+            self._target.note_cost(self._sent, verdict.base_len, round_ns / 1e9, not sent_ns)
             if sent_ns:
                 record.spent("coordinator", sent_ns - self._verdict_ns - waited_ns)
         self._verdict_ns = arrived_ns

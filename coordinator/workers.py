@@ -104,8 +104,9 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         self.info: target_pb2.TargetServiceGetInfoResponse | None = None
         # Of it, what every round asks for; 0 before the first greeting.
         self.most_draft_tokens = self.max_length = self.vocab_size = 0
-        # It can ask a draft service itself.
-        self.asks_drafts = False
+        # It can ask a draft service itself; and it goes on with a drafter beside it, as far as is
+        # known: an older one takes the question and brings nothing.
+        self.asks_drafts, self.drafts_ahead = False, True
         self.text: TextModel | None = None
         # Running mean of a session's verify exchange at the present load; None before the first.
         self.round_s: float | None = None
@@ -130,6 +131,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         self.max_length = int(info.model.max_length_tokens)
         self.vocab_size = int(info.model.vocab_size)
         self.asks_drafts = info.worker.protocol_minor >= ASKS_MINOR
+        self.drafts_ahead = True
         self.costs, self._yields = RoundCosts(from_wire(info.costs, anchor=1)), {}
         self.colocated = await self._drafters_inside(info.worker.incarnation)
         return int(info.worker.incarnation)
@@ -187,12 +189,9 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         self.round_s = mean + _WEIGHT * (seconds - mean)
 
     def note_cost(self, tokens: int, context: int, seconds: float, ahead: bool) -> None:
-        """So long took a step with `tokens` draft tokens that was asked for by itself, or came
-        unasked (`ahead`). Plain steps that pay come unasked wherever they may."""
-        if tokens:
-            self.costs.note(tokens, self.busy, context, seconds, ahead)
-        elif ahead or not self._settings.free_run:
-            self.costs.note(0, self.busy, context, seconds, None)
+        """So long took a step with `tokens` draft tokens that was asked for, or came unasked
+        (`ahead`)."""
+        self.costs.note(tokens, self.busy, context, seconds, ahead)
 
     def yields(self, method: str, placement: str) -> Yields:
         """Of all its sessions, with this drafter and without."""

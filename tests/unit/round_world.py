@@ -11,7 +11,9 @@ from typing import Any, cast
 import pytest
 
 from coordinator.breaker import Breaker
+from coordinator.colocated import Colocated
 from coordinator.costs import Cost
+from coordinator.drafting import Drafting
 from coordinator.plan import Plan
 from coordinator.record import Record
 from coordinator.round_costs import RoundCosts
@@ -26,8 +28,10 @@ LIMIT = 3
 
 
 class RoundWorld:
-    """Times in milliseconds: a `step` of the target, a `draft`, a hop `here` between the
-    coordinator and either of them, and a hop `there` between the two."""
+    """Times in milliseconds: a `step` of the target, longer by the share `rise` for each draft
+    token behind the first, a `draft`, a hop `here` between the coordinator and either of them, and
+    a hop `there` between the two. The drafter may be `beside` the target, which may be too `old` to
+    run ahead with it; it may say (`says`) how sure it is."""
 
     def __init__(
         self,
@@ -37,9 +41,19 @@ class RoundWorld:
         here: float,
         there: float,
         direct: bool = True,
+        *,
+        rise: float = 0.0,
+        says: bool = False,
+        beside: bool = False,
+        old: bool = False,
+        seed: int = 1,
     ) -> None:
-        self.step, self.draft, self.here, self.there = step, draft, here, there
-        self.now, self.rng, self.chance = 0, random.Random(1), 0.6
+        self.step, self.rise, self.draft, self.here, self.there = step, rise, draft, here, there
+        self.says, self.old = says, old
+        # Chances of a token to be accepted, of which each proposal has one; that of the latest.
+        self.now, self.rng, self.chances, self.likely = 0, random.Random(seed), [0.6], 0.6
+        # Steps that were asked for; the others came unasked.
+        self.asked = 0
         # Answers of the target, and of the draft on the link, with their arrivals.
         self.verdicts: deque[tuple[int, target_pb2.Verdict]] = deque()
         self.answers: deque[tuple[int, common_pb2.Proposal]] = deque()
@@ -48,7 +62,8 @@ class RoundWorld:
             monkeypatch.setattr(f"coordinator.{name}.time", clock)
         settings = CoordinatorSettings(num_speculative_tokens=3)
         self.target = TargetWorker("unix:/none", settings, 1, cast(Any, None))
-        self.target.costs = RoundCosts(Cost(k, 1, 64, step / 1e3) for k in (0, LIMIT))
+        table = [Cost(k, 1, 64, self._step(k) / 1e3) for k in range(LIMIT + 1)]
+        self.target.costs = RoundCosts(table)
         self.target.vocab_size, self.target.link = 1000, cast(Any, self)
         self.sessions, self.load_sessions = 1, 0  # of the link
         table = [Cost(k, 1, 64, draft / 1e3) for k in (1, LIMIT)]
@@ -57,7 +72,7 @@ class RoundWorld:
         choice = SimpleNamespace(
             standing=self.standing,
             drafter=drafter,
-            placement="separate",
+            placement="colocated" if beside else "separate",
             worker=SimpleNamespace(busy=1),
         )
         self.at: Any = SimpleNamespace(
@@ -65,8 +80,8 @@ class RoundWorld:
             target=self.target,
             mail=SimpleNamespace(failed=False, take=lambda: None, get=self._answer),
             attached=True,
-            colocated=False,
-            direct=direct,
+            colocated=beside,
+            direct=direct and not beside,
             grace_s=0.0,
             given_up=False,
             told=0,
@@ -76,13 +91,17 @@ class RoundWorld:
         )
         self.record = Record("toy")
         self.plan = Plan(self.at, settings, self.record, LIMIT, True)
-        self.drafting = Separate(self.at, self.plan, settings, self.record)
+        kind = Colocated if beside else Separate
+        self.drafting: Drafting = kind(self.at, self.plan, settings, self.record)
         self.steps = Steps(None, self.record)
         self.steps.open(self.target, target_pb2.OpenTarget(), common_pb2.SessionKey())
         self.ids = [1]
 
     def _clock(self) -> int:
         return self.now
+
+    def _step(self, k: int) -> float:
+        return self.step * (1 + self.rise * max(0, k - 1))
 
     # -- the target and its link -----------------------------------------------------------------
 
@@ -91,23 +110,25 @@ class RoundWorld:
 
     def send(self, item: target_pb2.TargetItem) -> bool:
         if item.HasField("verify"):
+            self.asked += 1
             self._steps_of(item.verify)
         return True
 
     def _steps_of(self, verify: target_pb2.Verify) -> None:
         at, drafted, length = self.now + _ns(self.here), len(verify.draft_ids), verify.base_len
+        ahead = verify.drafts_ahead and not self.old
         for number in range(1 + verify.free_run):
             accepted = 0
-            while accepted < drafted and self.rng.random() < self.chance:
+            while accepted < drafted and self.rng.random() < self.likely:
                 accepted += 1
             step_id = verify.step_id + number
             verdict = target_pb2.Verdict(step_id=step_id, base_len=length, accepted=accepted)
             verdict.tokens.extend([1] * (accepted + 1))
             length = verdict.new_len = length + accepted + 1
-            verdict.timings.compute_ns = _ns(self.step)
-            at += _ns(self.step)
+            verdict.timings.compute_ns = _ns(self._step(drafted))
+            at += verdict.timings.compute_ns
             drafted = 0
-            if verify.drafts_ahead:
+            if verify.then_propose and (ahead or number == verify.free_run):
                 drafted = verify.then_propose
                 at += _ns(2 * self.there + self.draft)
                 verdict.proposal.CopyFrom(self._proposal(step_id, length, drafted))
@@ -119,6 +140,8 @@ class RoundWorld:
     def _proposal(self, step_id: int, length: int, k: int) -> common_pb2.Proposal:
         made = common_pb2.Proposal(step_id=step_id, base_len=length, ids=[1] * k)
         made.timings.compute_ns = _ns(self.draft)
+        self.likely = self.rng.choice(self.chances) if len(self.chances) > 1 else self.chances[0]
+        made.confidences.extend([self.likely] * k if self.says else [])
         return made
 
     def _advance(self, step_id: int, ids: list[int], k: int, *rest: Any) -> bool:

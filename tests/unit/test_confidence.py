@@ -10,8 +10,10 @@ import pytest
 
 from coordinator.acceptance import Acceptance, SessionLevel
 from coordinator.confidence import Calibration
-from coordinator.costs import Cost, Costs
-from coordinator.policy import KPolicy, _worth
+from coordinator.costs import Cost
+from coordinator.cuts import Cuts
+from coordinator.policy import KPolicy
+from coordinator.round_costs import RoundCosts
 
 LIMIT = 7
 Seconds = Callable[[int], float]
@@ -91,8 +93,8 @@ def speed(verify: Seconds, *, confident: bool, seed: int) -> float:
     """Tokens per second of a session whose drafter knows how sure it may be."""
     rng = random.Random(seed)
     policy = KPolicy(
-        Costs(Cost(k, 1, 100, verify(k)) for k in range(LIMIT + 1)),
-        Costs(Cost(k, 1, 100, 0.004 + 0.0003 * k) for k in (1, LIMIT)),
+        RoundCosts(Cost(k, 1, 100, verify(k)) for k in range(LIMIT + 1)),
+        RoundCosts(Cost(k, 1, 100, 0.004 + 0.0003 * k) for k in (1, LIMIT)),
         Acceptance(),
         start=3,
     )
@@ -136,11 +138,11 @@ def test_what_is_withheld_does_not_flatter_the_drafter() -> None:
 
 
 def test_ties_are_kept_whole_and_unknown_costs_cut_nothing() -> None:
-    costs = Costs(Cost(k, 1, 100, 0.02) for k in range(8))
-    policy = KPolicy(costs, Costs([Cost(7, 1, 100, 0.004)]), Acceptance(), 3)
+    costs = RoundCosts(Cost(k, 1, 100, 0.02) for k in range(8))
+    policy = KPolicy(costs, RoundCosts([Cost(7, 1, 100, 0.004)]), Acceptance(), 3)
     k = policy.choose(0, LIMIT, 1, 100)
     assert policy.cut([0.01] * k, 1, 100) == k, "a step costs the same however many are verified"
-    blind = KPolicy(Costs(), Costs(), Acceptance(), 3)
+    blind = KPolicy(RoundCosts(), RoundCosts(), Acceptance(), 3)
     assert blind.choose(0, LIMIT, 1, 100) == 3 and blind.cut([0.01] * 3, 1, 100) == 3
 
 
@@ -149,6 +151,6 @@ def test_a_sure_token_behind_an_unsure_one_is_cut_with_it() -> None:
     it."""
     # A step of 1 s brings one token, and each token more to verify costs what half a token brings.
     verify = [1.0 + 0.5 * k for k in range(5)]
-    assert _worth([0.9, 0.1, 0.9, 0.9], verify, 1.0) == 1
-    assert _worth([0.9, 0.9, 0.9, 0.9], verify, 1.0) == 4
-    assert _worth([0.1, 0.9, 0.9, 0.9], verify, 1.0) == 0
+    assert Cuts().worth([0.9, 0.1, 0.9, 0.9], verify, 1.0) == 1
+    assert Cuts().worth([0.9, 0.9, 0.9, 0.9], verify, 1.0) == 4
+    assert Cuts().worth([0.1, 0.9, 0.9, 0.9], verify, 1.0) == 0

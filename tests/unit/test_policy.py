@@ -10,7 +10,8 @@ import pytest
 
 from coordinator.acceptance import Acceptance, SessionLevel
 from coordinator.costs import Cost, Costs, CostTable
-from coordinator.policy import KPolicy, cut_saves
+from coordinator.policy import KPolicy
+from coordinator.round_costs import RoundCosts
 
 LIMIT = 7
 Seconds = Callable[[int], float]
@@ -37,7 +38,9 @@ class World:
             count += 1
         return count
 
-    def run(self, policy: KPolicy, costs: tuple[Costs, Costs], rounds: int, at: int = 0) -> float:
+    def run(
+        self, policy: KPolicy, costs: tuple[RoundCosts, RoundCosts], rounds: int, at: int = 0
+    ) -> float:
         """Tokens per second of a session that follows the policy."""
         tokens, seconds, step = 0, 0.0, at
         for _ in range(rounds):
@@ -84,7 +87,7 @@ def test_it_comes_near_the_best_fixed_k_without_a_table(
     found = []
     for seed in range(5):
         world = World(rate, verify, draft, seed)
-        costs = Costs(), Costs()
+        costs = RoundCosts(), RoundCosts()
         policy = KPolicy(*costs, Acceptance(), start=3)
         world.run(policy, costs, 100)
         found.append(world.run(policy, costs, 2000, at=100))
@@ -105,8 +108,8 @@ def test_times_of_a_busy_machine_cost_little() -> None:
     found = []
     for _ in range(6):
         costs = (
-            Costs(Cost(k, 1, 100, noisy(verify(k))) for k in (0, 3, 7)),
-            Costs(Cost(k, 1, 100, noisy(world.draft(k))) for k in (1, 7)),
+            RoundCosts(Cost(k, 1, 100, noisy(verify(k))) for k in (0, 3, 7)),
+            RoundCosts(Cost(k, 1, 100, noisy(world.draft(k))) for k in (1, 7)),
         )
         policy = KPolicy(*costs, Acceptance(), start=3)
         tokens = seconds = 0.0
@@ -125,13 +128,13 @@ def test_times_of_a_busy_machine_cost_little() -> None:
 
 def test_a_table_finds_the_k_before_anything_is_measured() -> None:
     """The first choice comes from the table alone, at the load and context asked for."""
-    verify = Costs(
+    verify = RoundCosts(
         Cost(k, sessions, context, 0.02 * (1 + 0.4 * (sessions - 1) * k) + context * 1e-6)
         for k in (0, 3, 7)
         for sessions in (1, 4)
         for context in (64, 1024)
     )
-    draft = Costs([Cost(7, 1, 64, 0.004)])
+    draft = RoundCosts([Cost(7, 1, 64, 0.004)])
     past, session = Acceptance(), SessionLevel()
     for _ in range(100):
         past.note(session, 7, 6)
@@ -141,9 +144,11 @@ def test_a_table_finds_the_k_before_anything_is_measured() -> None:
 
 def test_a_long_context_switches_it_off_where_the_draft_costs_more_than_it_saves() -> None:
     """DF-42: the draft attends over its whole context each round; at a length it stops paying."""
-    verify = Costs(Cost(k, s, c, 0.014) for k in (0, 7) for s in (1, 16) for c in (2_000, 185_000))
+    verify = RoundCosts(
+        Cost(k, s, c, 0.014) for k in (0, 7) for s in (1, 16) for c in (2_000, 185_000)
+    )
     seconds = {(2_000, 1): 0.004, (185_000, 1): 0.07, (2_000, 16): 0.01, (185_000, 16): 0.2}
-    draft = Costs(Cost(7, s, c, value) for (c, s), value in seconds.items())
+    draft = RoundCosts(Cost(7, s, c, value) for (c, s), value in seconds.items())
     past, session = Acceptance(), SessionLevel()
     rng = random.Random(0)
     for _ in range(500):
@@ -158,7 +163,7 @@ def test_a_long_context_switches_it_off_where_the_draft_costs_more_than_it_saves
 
 def test_poor_acceptance_switches_off_and_good_acceptance_on_again() -> None:
     """The same K = 0 as a fixed one but for rare probes, which find when it pays again."""
-    costs = Costs(), Costs()
+    costs = RoundCosts(), RoundCosts()
     policy = KPolicy(*costs, Acceptance(), start=3)
     poor = World(0.05, flat, lambda k: 0.010)
     poor.run(policy, costs, 300)
@@ -175,7 +180,10 @@ def test_poor_acceptance_switches_off_and_good_acceptance_on_again() -> None:
 
 
 def test_the_drafters_past_is_a_prior_for_new_sessions() -> None:
-    costs = Costs([Cost(0, 1, 64, 0.02), Cost(7, 1, 64, 0.03)]), Costs([Cost(1, 1, 64, 0.002)])
+    costs = (
+        RoundCosts([Cost(0, 1, 64, 0.02), Cost(7, 1, 64, 0.03)]),
+        RoundCosts([Cost(1, 1, 64, 0.002)]),
+    )
     good, poor = Acceptance(), Acceptance()
     well, badly = SessionLevel(), SessionLevel()
     for _ in range(100):
@@ -207,7 +215,7 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 
 
 def test_a_few_bad_rounds_at_the_start_switch_nothing_off() -> None:
-    costs = Costs(), Costs()
+    costs = RoundCosts(), RoundCosts()
     policy = KPolicy(*costs, Acceptance(), start=3)
     asked = []
     for step in range(30):
@@ -229,13 +237,16 @@ def test_what_was_seen_at_one_load_corrects_the_others() -> None:
 
 
 def test_nothing_known_gives_the_start() -> None:
-    assert KPolicy(Costs(), Costs(), Acceptance(), 3).choose(0, 7, 1, 64) == 3
-    assert KPolicy(Costs(), Costs(), Acceptance(), 3).choose(0, 2, 1, 64) == 2
+    assert KPolicy(RoundCosts(), RoundCosts(), Acceptance(), 3).choose(0, 7, 1, 64) == 3
+    assert KPolicy(RoundCosts(), RoundCosts(), Acceptance(), 3).choose(0, 2, 1, 64) == 2
 
 
 def test_a_choice_costs_microseconds() -> None:
     """Below 20 us on a quiet core; the best of several runs, with room for a busy machine."""
-    costs = Costs([Cost(0, 1, 64, 0.02), Cost(7, 1, 64, 0.03)]), Costs([Cost(7, 1, 64, 0.002)])
+    costs = (
+        RoundCosts([Cost(0, 1, 64, 0.02), Cost(7, 1, 64, 0.03)]),
+        RoundCosts([Cost(7, 1, 64, 0.002)]),
+    )
     policy = KPolicy(*costs, Acceptance(), 3)
     best = 1.0
     for _ in range(20):
@@ -248,15 +259,3 @@ def test_a_choice_costs_microseconds() -> None:
         best = min(best, (time.perf_counter() - before) / 200)
     assert best < 60e-6, f"{best * 1e6:.1f} us"
     print(f"{best * 1e6:.1f} us")
-
-
-@pytest.mark.parametrize(("rise", "saves"), [(0.0, False), (0.01, False), (0.05, True)])
-def test_a_cut_saves_where_a_longer_block_takes_longer(rise: float, saves: bool) -> None:
-    """Times of a graph are about the same for 2 and 8 rows; plain steps, unasked, say nothing."""
-    verify = Costs()
-    assert cut_saves(verify, 7, 1, 100)  # nothing is known
-    verify.note(0, 1, 100, 0.4)
-    for k in range(1, 8):
-        verify.note(k, 1, 100, 1.0 + rise * (k - 1))
-    assert cut_saves(verify, 7, 1, 100) is saves
-    assert not cut_saves(verify, 1, 1, 100)

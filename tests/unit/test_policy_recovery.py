@@ -13,8 +13,9 @@ from operator import mul
 import pytest
 
 from coordinator.acceptance import Acceptance
-from coordinator.costs import Cost, Costs
+from coordinator.costs import Cost
 from coordinator.policy import KPolicy
+from coordinator.round_costs import RoundCosts
 
 LIMIT, SEEDS = 7, 30
 GOOD = [0.66, 0.58, 0.52, 0.48, 0.45, 0.43, 0.41]
@@ -44,8 +45,8 @@ class Drafter:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.verify = Costs(Cost(k, 1, 100, verify_s(k)) for k in (0, 3, 7))
-        self.draft = Costs(Cost(k, 1, 100, draft_s(k)) for k in (1, 7))
+        self.verify = RoundCosts(Cost(k, 1, 100, verify_s(k)) for k in (0, 3, 7))
+        self.draft = RoundCosts(Cost(k, 1, 100, draft_s(k)) for k in (1, 7))
         self.past = Acceptance()
 
     def session(self) -> KPolicy:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.acceptance import Acceptance
-from coordinator.costs import Cost, Costs
+from coordinator.costs import Cost
 from coordinator.mailbox import Mailbox
 from coordinator.policy import KPolicy
 from coordinator.record import Record
+from coordinator.round_costs import RoundCosts
 from coordinator.settings import CoordinatorSettings
 from coordinator.steps import Steps
 from specwire.v1 import common_pb2, target_pb2
@@ -73,18 +74,18 @@ def test_verdicts_that_arrive_together_did_not_cost_nothing() -> None:
     late.proposal.timings.compute_ns = 2 * MS
     steps.account(late, begun + 16 * MS + 40_000, 0, 0)
     assert [round(seconds * 1e3) for seconds in target.seconds] == [16, 5]
-    assert target.costs == [(3, 9, True, 5)]
+    assert target.costs == [(3, 9, False, 16), (3, 9, True, 5)]
 
 
 def test_a_cost_of_nothing_is_not_believed() -> None:
     """It would stay nothing, since one time moves a mean by a factor; and K be chosen by it."""
-    verify = Costs([Cost(k, 1, 32, 0.01 + 0.001 * k) for k in (0, 3)])
-    policy = KPolicy(verify, Costs([Cost(3, 1, 32, 0.002)]), Acceptance(), 3)
+    verify = RoundCosts([Cost(k, 1, 32, 0.01 + 0.001 * k) for k in (0, 3)])
+    policy = KPolicy(verify, RoundCosts([Cost(3, 1, 32, 0.002)]), Acceptance(), 3)
     verify.note(3, 1, 40, 0.0)
     assert 0 < policy.choose(1, 3, 1, 40) <= 3
     verify.note(3, 1, 40, 0.013)
-    curve = verify.curve(1, 40, 3)
-    assert curve is not None and round(curve[3] * 1e3) == 13
+    curves = verify.curves(1, 40, 3)
+    assert curves is not None and round(curves.driven[3] * 1e3) == 13
 
 
 def test_the_longest_run_fits_a_mailbox_that_nobody_empties() -> None:

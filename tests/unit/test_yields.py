@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from coordinator.acceptance import Acceptance
-from coordinator.costs import Costs
 from coordinator.policy import KPolicy
+from coordinator.round_costs import RoundCosts
 from coordinator.yields import Yields
 
 LIMIT, FREE_RUN = 3, 32
@@ -47,8 +47,8 @@ class World:
     members: list[Member] = field(default_factory=list)
     by_state: Counter[str] = field(default_factory=Counter)
     rng: random.Random = field(default_factory=lambda: random.Random(7))
-    shared: tuple[Costs, Costs, Acceptance] = field(
-        default_factory=lambda: (Costs(), Costs(), Acceptance())
+    shared: tuple[RoundCosts, RoundCosts, Acceptance] = field(
+        default_factory=lambda: (RoundCosts(), RoundCosts(), Acceptance())
     )
 
     def load(self, sessions: int, fixed: int | None = None) -> None:
