@@ -11,11 +11,11 @@ _WEIGHT = 0.1
 
 
 class Cuts:
-    """One session's."""
+    """One drafter's, over all its sessions."""
 
     def __init__(self) -> None:
         # Seconds that cutting is worth in a round, by draft tokens; empty: the drafter never said.
-        # A run cuts nothing, but its proposals tell too.
+        # Nothing is cut in a run, but the last proposal that it brings tells too.
         self.saves: list[float] = []
 
     def worth(self, chances: Sequence[float], verify: Sequence[float], rate: float) -> int:

@@ -84,8 +84,9 @@ class Drafting(ABC):
         if cause:
             self._record.fell_back(cause)
         self._proposed, self._source = cause in _JUDGED, proposal.source
-        kept = self._plan.cut(ids, proposal.confidences[: len(ids)], length)
-        return ids if whole else kept, cause
+        if whole:
+            return ids, cause
+        return self._plan.cut(ids, proposal.confidences[: len(ids)], length), cause
 
     def _usable(self, proposed: Sequence[int], k: int) -> list[int]:
         """At most k ids, up to the first that the target's vocabulary does not have."""

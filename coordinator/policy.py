@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from math import ceil
 
 from coordinator.acceptance import Acceptance, SessionLevel
-from coordinator.cuts import Cuts
 from coordinator.round_costs import RoundCosts
 from coordinator.ways import Way, plain_seconds, ways
 
@@ -59,7 +58,6 @@ class KPolicy:
         # What the drafter said of this round's tokens, and the chances of those left out.
         self._said: tuple[float, ...] = ()
         self._withheld: tuple[float, ...] = ()
-        self._cuts = Cuts()
 
     def use(self, verify: RoundCosts, draft: RoundCosts, past: Acceptance) -> None:
         """The session is at these workers now; what it learned of itself stays."""
@@ -107,7 +105,7 @@ class KPolicy:
         chances, kept = self._past.calibration.chances(said), len(said)
         verify = self._verify.curves(sessions, context, kept) if self._rate else None
         if verify is not None:
-            worth = self._cuts.worth(chances, verify.driven, self._rate)
+            worth = self._past.cuts.worth(chances, verify.driven, self._rate)
             kept = kept if self._whole else worth
         self._said, self._withheld = tuple(said[:kept]), tuple(chances[kept:])
         return kept
@@ -124,7 +122,7 @@ class KPolicy:
         if verify is None or draft is None:
             self._ahead = min(1, ahead)
             return min(self._start, limit)
-        possible = ways(verify, draft, ahead, self._cuts.saves)
+        possible = ways(verify, draft, ahead, self._past.cuts.saves)
         plain = plain_seconds(verify, self._free_run)
         way, best, self._rate = self._best(possible, limit, 0.0)
         pays = self._rate >= _MARGIN / plain

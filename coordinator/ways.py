@@ -38,7 +38,7 @@ class Way:
 
 def plain_seconds(verify: Curves, free_run: int) -> float:
     """Of a plain step, of which so many come unasked behind each that is asked for."""
-    return _mean(verify, 0, free_run)
+    return (verify.driven[0] + free_run * verify.ahead[0]) / (1 + free_run)
 
 
 def ways(verify: Curves, draft: Curves, ahead: int, saves: Sequence[float]) -> list[Way]:
@@ -46,8 +46,8 @@ def ways(verify: Curves, draft: Curves, ahead: int, saves: Sequence[float]) -> l
     drafter doubts is worth in a round, by draft tokens; empty: it does not say."""
     found = []
     if ahead:
-        count = min(len(verify.ahead), len(draft.ahead))
-        seconds = [_mean(verify, k, ahead) + draft.ahead[k] for k in range(count)]
+        share, curves = 1.0 / (1 + ahead), (verify.driven, verify.ahead, draft.ahead)
+        seconds = [(d + ahead * a) * share + w for d, a, w in zip(*curves, strict=False)]
         found.append(Way(ahead, verify, draft, seconds))
     if saves or not ahead:
         seconds = [a + b for a, b in zip(verify.driven, draft.driven, strict=False)]
@@ -56,7 +56,3 @@ def ways(verify: Curves, draft: Curves, ahead: int, saves: Sequence[float]) -> l
             seconds = [s - saves[min(k, last)] for k, s in enumerate(seconds)]
         found.append(Way(0, verify, draft, seconds))
     return found
-
-
-def _mean(verify: Curves, k: int, ahead: int) -> float:
-    return (verify.driven[k] + ahead * verify.ahead[k]) / (1 + ahead)
