@@ -45,6 +45,8 @@ _COLOCATED_REFUSALS = (
 )
 # The target lost the session (restart, lease, link): opening it again helps.
 _LOST = (Reason.ENGINE_DOWN, Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
+# Verdicts that make one delta at most.
+_TOGETHER = 32
 # The target takes no session now; another one may.
 _ELSEWHERE = (Reason.DRAINING, Reason.QUEUE_FULL, Reason.KV_PAGES_EXHAUSTED)
 
@@ -102,25 +104,16 @@ class Session:
         try:
             await self._open()
             while True:
-                verdict = await self._verdict()
-                done = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
-                self._ids.extend(verdict.tokens)
-                if not done and self._ask(verdict):
-                    await asyncio.sleep(0)  # what was sent leaves before the text is worked on
-                delta = self._answer.add(verdict, done)
-                done = done or bool(self._answer.stop)
+                verdict, done = await self._news()
                 if done:
                     self.close()
-                if delta.text or delta.token_ids or delta.margins or delta.logprobs:
+                delta = self._answer.take()
+                if delta is not None:
                     await deliver(delta)
                 if done:
                     acceptance = self.record.to_wire(self._answer.tokens)
                     return self._answer.finished(verdict, len(self.spec.prompt), acceptance)
-                if self._steps.step > verdict.step_id:
-                    continue  # it is on its way
-                if self._steps.unasked:
-                    self._steps.follow(len(self._drafting.in_hand or ()))
-                else:
+                if self._steps.step == verdict.step_id:
                     await self._next()
         finally:
             self.shareable.set()
@@ -195,6 +188,27 @@ class Session:
 
     # -- rounds ----------------------------------------------------------------------------------
 
+    async def _news(self) -> tuple[target_pb2.Verdict, bool]:
+        """Takes in the next verdict, and those of a run ahead that are there already; never waits
+        for a second one. The last one, and whether the answer ends with it."""
+        verdict = await self._verdict()
+        for room in reversed(range(_TOGETHER)):
+            done = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
+            self._ids.extend(verdict.tokens)
+            if not done and self._ask(verdict):
+                await asyncio.sleep(0)  # what was sent leaves before the text is worked on
+            self._answer.add(verdict, done)
+            if done or self._answer.stop:
+                return verdict, True
+            if self._steps.step > verdict.step_id or not self._steps.unasked:
+                break  # the next one is on its way, or has to be asked for
+            self._steps.follow(len(self._drafting.in_hand or ()))
+            got = self._steps.arrived(len(self._ids)) if room else None
+            if got is None:
+                break
+            verdict = self._accounted(*got)
+        return verdict, False
+
     def _ask(self, verdict: target_pb2.Verdict) -> bool:
         """Tells the draft what was committed, and how many tokens the next step can use; where its
         answer is there already, the next step goes out. Whether anything was sent that matters."""
@@ -264,17 +278,21 @@ class Session:
             elif isinstance(message, target_pb2.Verdict) and self._steps.fits(
                 message, len(self._ids)
             ):
-                if message.step_id:
-                    self._drafting.judged(message.accepted)
-                    self._plan.came(len(message.tokens), arrived_ns / 1e9)
-                drafting = self._drafting
-                drafting.believe(message)
-                self._steps.account(
-                    message, arrived_ns, drafting.waited_ns, drafting.drafted_ns, drafting.direct
-                )
-                return message
+                return self._accounted(arrived_ns, message)
             else:
                 self._steps.dropped()
+
+    def _accounted(self, arrived_ns: int, verdict: target_pb2.Verdict) -> target_pb2.Verdict:
+        """The same verdict, once those who learn from it have heard of it."""
+        drafting = self._drafting
+        if verdict.step_id:
+            drafting.judged(verdict.accepted)
+            self._plan.came(len(verdict.tokens), arrived_ns / 1e9)
+        drafting.believe(verdict)
+        self._steps.account(
+            verdict, arrived_ns, drafting.waited_ns, drafting.drafted_ns, drafting.direct
+        )
+        return verdict
 
     async def _refused(self, message: target_pb2.TargetRefused) -> None:
         error = from_item(message.error)

@@ -50,6 +50,7 @@ class Steps:
         """The next step, after which the target may run ahead. Its last verdict, or with
         `drafts_ahead` each, brings `then_propose` tokens of a co-located drafter."""
         self.step, self.unasked, self._sent = self.step + 1, free_run, len(draft)
+        self._mail.may_wait = free_run
         self.drafts_ahead = drafts_ahead
         # Filled in place: four times as fast as building two messages with keywords.
         item = target_pb2.TargetItem()
@@ -67,6 +68,7 @@ class Steps:
         self.unasked -= 1
         self.step += 1
         self._sent, self._sent_ns = drafted, 0
+        self._mail.may_wait = self.unasked
 
     def close(self) -> None:
         """Tells the target that this generation is over. Safe to repeat."""
@@ -86,10 +88,18 @@ class Steps:
     async def reply(self) -> tuple[int, Any]:
         """The next message of the target with its arrival. Raises what the link failed with, and
         DEADLINE."""
-        got = self._mail.take() or await self._mail.get(self._deadline)
+        got = await self._mail.get(self._deadline)
         if got is None:
             raise SpecwireError(Reason.DEADLINE, "the deadline has passed")
         return got
+
+    def arrived(self, base_len: int) -> tuple[int, target_pb2.Verdict] | None:
+        """The awaited verdict with its arrival, if it is there already. What else may be there is
+        left for `reply`."""
+        message = self._mail.first
+        if isinstance(message, target_pb2.Verdict) and self.fits(message, base_len):
+            return self._mail.take()
+        return None
 
     def dropped(self) -> None:
         """A message that answers no open question."""
