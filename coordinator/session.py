@@ -22,6 +22,7 @@ from coordinator.drafters import PLAIN
 from coordinator.drafting import Drafting
 from coordinator.place import Place
 from coordinator.placement import Group
+from coordinator.plain import Plain
 from coordinator.plan import Plan
 from coordinator.record import Record
 from coordinator.separate import Separate
@@ -145,7 +146,9 @@ class Session:
 
     def _drafting_here(self) -> Drafting:
         """How rounds go with the drafter that this generation has."""
-        kind = Colocated if self._drafter.colocated else Separate
+        kind: type[Drafting] = Colocated if self._drafter.colocated else Separate
+        if self._drafter.given_up:
+            kind = Plain
         return kind(self._drafter, self._plan, self._settings, self.record)
 
     def _open_target(self, push_to: target_pb2.PushTo | None) -> None:

@@ -129,8 +129,8 @@ class Steps:
         Free runs overlap with the rest. `direct`: most rounds will be run ahead, so that this
         exchange is no cost of a round."""
         record, timings, sent_ns = self._record, verdict.timings, self._sent_ns
-        worked, computed, once_ns = worked_ns(timings), timings.compute_ns, timings.once_ns
-        inside = 0
+        computed, once_ns = timings.compute_ns, timings.once_ns
+        worked, inside = timings.queue_ns + computed, 0
         if verdict.HasField("proposal"):
             of_draft = verdict.proposal.timings
             inside, once_ns = worked_ns(of_draft), once_ns + of_draft.once_ns

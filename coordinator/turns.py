@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 # Sessions that read in one pass. As few as that never wait.
-AT_ONCE = 8
+AT_ONCE = 4
 
 
 class Turns:

@@ -20,6 +20,13 @@ def spec(**fields: object) -> AnswerSpec:
     return AnswerSpec(common_pb2.Sampling(), 10, **fields)  # type: ignore[arg-type]
 
 
+def told(answer: Answer, brought: target_pb2.Verdict, done: bool = False) -> generate_pb2.Delta:
+    answer.add(brought, done)
+    delta = answer.take()
+    assert delta is not None
+    return delta
+
+
 def test_cached_tokens_are_those_of_the_first_step() -> None:
     answer = Answer(spec(), MODEL)
     answer.add(verdict(0, [1], cached_tokens=5), False)
@@ -35,7 +42,7 @@ def test_cached_tokens_are_those_of_the_first_step() -> None:
 
 def test_what_lies_behind_a_stop_string_is_cut_with_its_log_probabilities() -> None:
     answer = Answer(spec(stops=("w2 w3",)), MODEL)
-    delta = answer.add(verdict(0, [1, 2, 3, 4, 5], accepted=4), False)
+    delta = told(answer, verdict(0, [1, 2, 3, 4, 5], accepted=4))
     assert (delta.text, list(delta.token_ids)) == ("w1 ", [1, 2, 3])
     assert [s.token_id for s in delta.logprobs] == [1, 2, 3]
     assert [s.text for s in delta.logprobs] == ["w1 ", "w2 ", "w3 "]
@@ -44,9 +51,9 @@ def test_what_lies_behind_a_stop_string_is_cut_with_its_log_probabilities() -> N
 
 def test_text_that_is_held_back_holds_no_token_back() -> None:
     answer = Answer(spec(stops=("w2 w4",)), MODEL)
-    first = answer.add(verdict(0, [1, 2]), False)
+    first = told(answer, verdict(0, [1, 2]))
     assert first.text == "w1 " and len(first.token_ids) == len(first.logprobs) == 2
-    assert answer.add(verdict(1, [3]), True).text == "w2 w3 "
+    assert told(answer, verdict(1, [3]), True).text == "w2 w3 "
 
 
 def test_no_stop_string_is_complete_before_the_minimum() -> None:

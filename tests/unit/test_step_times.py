@@ -23,8 +23,8 @@ class _Target:
         self.rounds: list[tuple[int, int, float]] = []
         self.link: Any = self
 
-    def open_mailbox(self, key: Any) -> Any:
-        return None
+    def open_mailbox(self, key: Any) -> Mailbox:
+        return Mailbox()
 
     def send(self, item: Any) -> bool:
         return True
