@@ -81,7 +81,7 @@ def start(stack: ExitStack, tree: Path, mode: str, count: int, o: argparse.Names
 
     def service(name: str, role: str, *more: str) -> Service:
         given = ["--sessions", str(count), "--pause-s", str(count * o.pause_ms / 1e3)]
-        given += [*flags(name), *more]
+        given += [*flags(name), *more, *(["--bare"] if o.bare else [])]
         made = Service(tree, role, f"unix:{folder}/{name}", *given)
         return stack.enter_context(made)
 
@@ -167,6 +167,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=1, help="runs of each tree, in turn")
     add("--pause-ms", type=float, default=0.25, help="of a forward, for each session")
     add("--k", type=int, default=7, help="draft tokens a round; 0: adaptive")
+    add("--bare", action="store_true", help="no engine's work on the host; not in `separate`")
     add("--clients", type=int, default=1, help="client processes")
     add("--temperature", type=float, default=0.0)
     add("--prompt-tokens", type=int, default=128)

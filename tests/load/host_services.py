@@ -35,6 +35,7 @@ from specwire.client import AsyncClient
 from specwire.serve import run_service
 from target_svc.app import Loaded, TargetApp
 from target_svc.settings import TargetSettings
+from tests.load.bare_engine import BareEngine
 from tests.load.free_model import FreeDrafter, FreeEngine, FreeMethod
 from tests.load.host_clients import load
 from tests.service.coordinator_harness import document
@@ -53,6 +54,7 @@ class Options:
     profile: str
     profile_engine: str
     asked: str
+    bare: bool
 
 
 def parse() -> Options:
@@ -66,6 +68,7 @@ def parse() -> Options:
     made.add_argument("--profile", default="")
     made.add_argument("--profile-engine", default="")
     made.add_argument("--asked", default="", help="of a client: its sessions, as JSON")
+    made.add_argument("--bare", action="store_true")
     return Options(**vars(made.parse_args()))
 
 
@@ -84,9 +87,9 @@ def threads_ns() -> dict[str, int]:
 @asynccontextmanager
 async def target(o: Options, profiled: Callable[[Any], None]) -> AsyncIterator[Counts]:
     settings = TargetSettings(address=o.address, drain_ms=0, reflection=False)
-    engine = FreeEngine(o.sessions, o.pause_s)
+    engine = (BareEngine if o.bare else FreeEngine)(o.sessions, o.pause_s)
     drafter = FreeDrafter(o.pause_s) if o.role == "colocated" else None
-    if drafter is not None:
+    if drafter is not None and isinstance(engine, FreeEngine):
         engine.attach(drafter, ())
     app = TargetApp(settings, lambda _: Loaded(engine, document()), drafter)
     await app.start()
