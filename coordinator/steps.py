@@ -108,12 +108,13 @@ class Steps:
 
     def fits(self, verdict: target_pb2.Verdict, base_len: int) -> bool:
         """Whether a verdict answers the awaited step, with lengths that can be."""
-        count = len(verdict.tokens)
+        count, accepted = len(verdict.tokens), verdict.accepted
         return (
             verdict.step_id == self.step
             and verdict.base_len == base_len
             and verdict.new_len == base_len + count
-            and verdict.accepted <= min(self._sent, count)
+            and accepted <= count
+            and accepted <= self._sent
         )
 
     def account(
@@ -136,7 +137,8 @@ class Steps:
             inside, once_ns = worked_ns(of_draft), once_ns + of_draft.once_ns
             drafted_ns += of_draft.compute_ns
         # What is not spent again, such as the capture of a graph, is no cost of a round.
-        took_ns = max(0, arrived_ns - (sent_ns or self._verdict_ns) - once_ns)
+        took_ns = arrived_ns - (sent_ns or self._verdict_ns) - once_ns
+        took_ns = took_ns if took_ns > 0 else 0
         if inside:
             # A drafter is not believed to have worked for longer than that.
             inside = min(inside, took_ns)
@@ -152,7 +154,9 @@ class Steps:
             record.step(self._sent, verdict.accepted, beside)
             record.spent("verify", worked)
             # Verdicts of a run ahead may arrive together: none took less than its computing.
-            round_ns = took_ns - inside if sent_ns else max(took_ns - inside, computed)
+            round_ns = took_ns - inside
+            if not sent_ns and round_ns < computed:
+                round_ns = computed
             if direct and sent_ns and self._sent:
                 round_ns = min(round_ns, worked)
             self._target.note_round(self._sent, verdict.base_len, round_ns / 1e9)
