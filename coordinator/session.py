@@ -12,7 +12,6 @@ once more with the committed ids; noise is keyed by position, so the text goes o
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from coordinator.answer import Answer
@@ -25,6 +24,7 @@ from coordinator.placement import Group
 from coordinator.plain import Plain
 from coordinator.plan import Plan
 from coordinator.record import Record
+from coordinator.refusals import LOST, Remedy, remedy
 from coordinator.separate import Separate
 from coordinator.spec import SessionSpec, open_target
 from coordinator.steps import Steps
@@ -33,23 +33,9 @@ from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError, from_item
 from specwire.v1 import common_pb2, generate_pb2, target_pb2
 
-log = logging.getLogger(__name__)
-
 Deliver = Callable[[generate_pb2.Delta], Awaitable[None]]
-# Refusals at the open where the request itself is fine: the drafter is of no use to it.
-_ROW_REFUSALS = (Reason.PUSH_ADDRESS_REFUSED, Reason.ROWS_REFUSED)
-_COLOCATED_REFUSALS = (
-    *_ROW_REFUSALS,
-    Reason.METHOD_UNKNOWN,
-    Reason.MODEL_MISMATCH,
-    Reason.UNSUPPORTED,
-)
-# The target lost the session (restart, lease, link): opening it again helps.
-_LOST = (Reason.ENGINE_DOWN, Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
 # Verdicts that make one delta at most.
 _TOGETHER = 32
-# The target takes no session now; another one may.
-_ELSEWHERE = (Reason.DRAINING, Reason.QUEUE_FULL, Reason.KV_PAGES_EXHAUSTED)
 
 
 class Session:
@@ -146,9 +132,9 @@ class Session:
 
     def _drafting_here(self) -> Drafting:
         """How rounds go with the drafter that this generation has."""
-        kind: type[Drafting] = Colocated if self._drafter.colocated else Separate
-        if self._drafter.given_up:
-            kind = Plain
+        kind: type[Drafting] = Plain if self._drafter.given_up else Separate
+        if self._drafter.colocated:
+            kind = Colocated
         return kind(self._drafter, self._plan, self._settings, self.record)
 
     def _open_target(self, push_to: target_pb2.PushTo | None) -> None:
@@ -272,7 +258,7 @@ class Session:
                 if error.reason is Reason.DEADLINE:
                     text = f"deadline passed after {self.emitted} tokens"
                     raise SpecwireError(Reason.DEADLINE, text) from None
-                if error.reason not in _LOST:
+                if error.reason not in LOST:
                     raise
                 await self._reopen(error)
                 continue
@@ -306,20 +292,17 @@ class Session:
             else:
                 self._steps.dropped()
             return
-        refusals = _COLOCATED_REFUSALS if self._drafter.colocated else _ROW_REFUSALS
-        if error.reason in refusals and self._steps.step == 0:
-            self._drafter.refused(error.reason.lower())
-            self._steps.close()
-            await self._open()
-        elif error.reason in _LOST or (error.reason in _ELSEWHERE and self.emitted):
+        step, colocated = self._steps.step, self._drafter.colocated
+        found = remedy(error.reason, step, colocated=colocated, emitted=self.emitted)
+        if found is Remedy.OPEN_AGAIN:
             await self._reopen(error)
-        elif (
-            error.reason in _ELSEWHERE and self._steps.step == 0 and self._place.other(error.reason)
-        ):
-            self._steps.close()
-            await self._open()
-        else:
+            return
+        if found is Remedy.WITHOUT_DRAFTER:
+            self._drafter.refused(error.reason.lower())
+        elif found is Remedy.NONE or not self._place.other(error.reason):
             raise error
+        self._steps.close()
+        await self._open()
 
     # -- small things ----------------------------------------------------------------------------
 
