@@ -9,6 +9,9 @@ from coordinator.text import TextModel, TextStream
 from specwire.v1 import common_pb2, generate_pb2, target_pb2
 
 _STOPPED = common_pb2.FINISH_REASON_STOP_TOKEN
+# Tokens of a delta after which it takes in no further verdict. Each may have 20 alternatives with
+# their text, and a message of the public API has 4 MiB.
+_DELTA_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,20 @@ class Answer:
         if logprobs := verdict.logprobs:
             self._delta.logprobs.extend(self._spelled(logprobs[:count]))
 
+    @property
+    def full(self) -> bool:
+        """Whether the delta is to have no further verdict: with log probabilities it is large."""
+        return self._count >= _DELTA_TOKENS
+
     def take(self) -> generate_pb2.Delta | None:
         """What the verdicts since the last call brought; None: nothing that is to be sent."""
         self._say_rest()
-        delta, count = self._delta, self._count
+        delta = self._delta
         delta.text = "".join(self._pieces)
         self._delta, self._pieces = generate_pb2.Delta(), []
         self._chars = self._count = 0
-        return delta if count or delta.text else None
+        has = delta.text or delta.token_ids or delta.margins or delta.logprobs
+        return delta if has else None
 
     def _say(self, tokens: list[int], accepted: int, done: bool, finish: int) -> int:
         """Makes the text of one verdict; how many of its tokens belong to the answer."""

@@ -12,6 +12,7 @@ once more with the committed ids; noise is keyed by position, so the text goes o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from coordinator.answer import Answer
@@ -192,7 +193,9 @@ class Session:
             if self._steps.step > verdict.step_id or not self._steps.unasked:
                 break  # the next one is on its way, or has to be asked for
             self._steps.follow(len(self._drafting.in_hand or ()))
-            got = self._steps.arrived(len(self._ids)) if room else None
+            if not room or self._answer.full:
+                break
+            got = self._steps.arrived(len(self._ids))
             if got is None:
                 break
             verdict = self._accounted(*got)
@@ -276,7 +279,8 @@ class Session:
         drafting = self._drafting
         if verdict.step_id:
             drafting.judged(verdict.accepted)
-            self._plan.came(len(verdict.tokens), arrived_ns / 1e9)
+            # Not when it arrived: what all sessions yield is counted in the order of this.
+            self._plan.came(len(verdict.tokens), time.perf_counter())
         drafting.believe(verdict)
         self._steps.account(
             verdict, arrived_ns, drafting.waited_ns, drafting.drafted_ns, drafting.direct
