@@ -87,7 +87,7 @@ bench-attention: $(VENV)/.dev ## attention backends on the GPU: correctness, the
 	$(PY) -m tests.load.bench_attention --check
 	$(PY) -m tests.load.bench_attention --time $(ARGS)
 
-bench-host: $(VENV)/.dev ## CPU time of a round in each service, by threads, with forwards that cost nothing
+bench-host: $(VENV)/.dev ## CPU time of a round in each service and the client, by threads, with forwards that cost nothing
 	$(PY) -m tests.load.host_cost $(ARGS)
 
 bench-sessions: $(VENV)/.dev ## tokens a second of 1, 8, 32 and 128 sessions at once, plain and speculative

@@ -17,6 +17,8 @@ _WEIGHT, _JUMP = 0.10, 2.0
 _POOLED, _MANY = 8.0, 32
 # Times after which the curve is made anew only once in so many.
 _SETTLED = 16
+# Sessions of one step that may all tell of it; of more, so many.
+_TELLERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,15 @@ class Costs:
     def __init__(self, table: Iterable[Cost] = ()) -> None:
         self._table = CostTable(table)
         self._cells: dict[tuple[int, int], _Cell] = {}
+        # Times that are passed over, by tokens: the others of a step have told of it.
+        self._heard: dict[int, int] = {}
 
     def note(self, tokens: int, sessions: int, context: int, seconds: float) -> None:
         if seconds <= 0:
             return  # nothing is free, and a mean of nothing would never rise again
+        if heard := self._heard.get(tokens):
+            self._heard[tokens] = heard - 1
+            return
         cell = self._cell(sessions, context)
         before = cell.seen.get(tokens, seconds)
         times = cell.times[tokens] = cell.times.get(tokens, 0) + 1
@@ -118,6 +125,8 @@ class Costs:
         # Many sessions tell of the same step: a mean that is settled need not be read each time.
         if times < _SETTLED or cell.news >= _SETTLED:
             cell.curve, cell.news = [], 0
+        if times > _SETTLED:
+            self._heard[tokens] = (sessions - 1) // _TELLERS
 
     def curve(self, sessions: int, context: int, limit: int) -> list[float] | None:
         """Seconds at [k] for k in 0..limit or more; None when nothing at all is known yet."""

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from coordinator.mailbox import Mailbox
+from coordinator.turns import Turns
 from specwire.errors import Reason, SpecwireError, from_rpc_error
 from specwire.rpc import HEARTBEAT_SESSIONS, Message, Outbox, OutboxFull
 from specwire.v1 import common_pb2, target_pb2
@@ -57,6 +58,7 @@ class Link(Generic[ItemT]):
         self._greet, self._open_stream, self._frame = greet, open_stream, frame
         self._heartbeat = heartbeat
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
+        self._turns = Turns()
         self._outbox: Outbox[ItemT] = Outbox()
         self._ready = asyncio.Event()
         self._call: Any = None
@@ -100,7 +102,7 @@ class Link(Generic[ItemT]):
         return True
 
     def open_mailbox(self, key: common_pb2.SessionKey) -> Mailbox:
-        mailbox = self._mailboxes[key.session_id, key.generation] = Mailbox()
+        mailbox = self._mailboxes[key.session_id, key.generation] = Mailbox(self._turns)
         return mailbox
 
     def close_mailbox(self, key: common_pb2.SessionKey) -> None:

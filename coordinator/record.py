@@ -73,7 +73,8 @@ class Record:
         """`outside_ns`: what the step took beyond the computing of target and draft."""
         self.drafted.append(drafted)
         self.accepted.append(accepted)
-        self.outside_us.append(min(outside_ns // 1000, 2**32 - 1) if outside_ns > 0 else 0)
+        outside_us = outside_ns // 1000 if outside_ns > 0 else 0
+        self.outside_us.append(outside_us if outside_us < 2**32 else 2**32 - 1)
 
     def to_wire(self, completion_tokens: int) -> generate_pb2.AcceptanceRecord:
         rounds = len(self.drafted)

@@ -12,7 +12,7 @@ once more with the committed ids; noise is keyed by position, so the text goes o
 from __future__ import annotations
 
 import asyncio
-import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from coordinator.answer import Answer
@@ -22,8 +22,10 @@ from coordinator.drafters import PLAIN
 from coordinator.drafting import Drafting
 from coordinator.place import Place
 from coordinator.placement import Group
+from coordinator.plain import Plain
 from coordinator.plan import Plan
 from coordinator.record import Record
+from coordinator.refusals import LOST, Remedy, remedy
 from coordinator.separate import Separate
 from coordinator.spec import SessionSpec, open_target
 from coordinator.steps import Steps
@@ -32,21 +34,9 @@ from coordinator.workers import TargetWorker
 from specwire.errors import Reason, SpecwireError, from_item
 from specwire.v1 import common_pb2, generate_pb2, target_pb2
 
-log = logging.getLogger(__name__)
-
 Deliver = Callable[[generate_pb2.Delta], Awaitable[None]]
-# Refusals at the open where the request itself is fine: the drafter is of no use to it.
-_ROW_REFUSALS = (Reason.PUSH_ADDRESS_REFUSED, Reason.ROWS_REFUSED)
-_COLOCATED_REFUSALS = (
-    *_ROW_REFUSALS,
-    Reason.METHOD_UNKNOWN,
-    Reason.MODEL_MISMATCH,
-    Reason.UNSUPPORTED,
-)
-# The target lost the session (restart, lease, link): opening it again helps.
-_LOST = (Reason.ENGINE_DOWN, Reason.SESSION_UNKNOWN, Reason.NEED_TOKENS)
-# The target takes no session now; another one may.
-_ELSEWHERE = (Reason.DRAINING, Reason.QUEUE_FULL, Reason.KV_PAGES_EXHAUSTED)
+# Verdicts that make one delta at most.
+_TOGETHER = 32
 
 
 class Session:
@@ -102,25 +92,16 @@ class Session:
         try:
             await self._open()
             while True:
-                verdict = await self._verdict()
-                done = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
-                self._ids.extend(verdict.tokens)
-                if not done and self._ask(verdict):
-                    await asyncio.sleep(0)  # what was sent leaves before the text is worked on
-                delta = self._answer.add(verdict, done)
-                done = done or bool(self._answer.stop)
+                verdict, done = await self._news()
                 if done:
                     self.close()
-                if delta.text or delta.token_ids or delta.margins or delta.logprobs:
+                delta = self._answer.take()
+                if delta is not None:
                     await deliver(delta)
                 if done:
                     acceptance = self.record.to_wire(self._answer.tokens)
                     return self._answer.finished(verdict, len(self.spec.prompt), acceptance)
-                if self._steps.step > verdict.step_id:
-                    continue  # it is on its way
-                if self._steps.unasked:
-                    self._steps.follow(len(self._drafting.in_hand or ()))
-                else:
+                if self._steps.step == verdict.step_id:
                     await self._next()
         finally:
             self.shareable.set()
@@ -152,7 +133,9 @@ class Session:
 
     def _drafting_here(self) -> Drafting:
         """How rounds go with the drafter that this generation has."""
-        kind = Colocated if self._drafter.colocated else Separate
+        kind: type[Drafting] = Plain if self._drafter.given_up else Separate
+        if self._drafter.colocated:
+            kind = Colocated
         return kind(self._drafter, self._plan, self._settings, self.record)
 
     def _open_target(self, push_to: target_pb2.PushTo | None) -> None:
@@ -194,6 +177,29 @@ class Session:
         return SpecwireError(Reason.ENGINE_DOWN, text, {"tokens": str(self.emitted)})
 
     # -- rounds ----------------------------------------------------------------------------------
+
+    async def _news(self) -> tuple[target_pb2.Verdict, bool]:
+        """Takes in the next verdict, and those of a run ahead that are there already; never waits
+        for a second one. The last one, and whether the answer ends with it."""
+        verdict = await self._verdict()
+        for room in reversed(range(_TOGETHER)):
+            done = verdict.finish != common_pb2.FINISH_REASON_UNSPECIFIED
+            self._ids.extend(verdict.tokens)
+            if not done and self._ask(verdict):
+                await asyncio.sleep(0)  # what was sent leaves before the text is worked on
+            self._answer.add(verdict, done)
+            if done or self._answer.stop:
+                return verdict, True
+            if self._steps.step > verdict.step_id or not self._steps.unasked:
+                break  # the next one is on its way, or has to be asked for
+            self._steps.follow(len(self._drafting.in_hand or ()))
+            if not room or self._answer.full:
+                break
+            got = self._steps.arrived(len(self._ids))
+            if got is None:
+                break
+            verdict = self._accounted(*got)
+        return verdict, False
 
     def _ask(self, verdict: target_pb2.Verdict) -> bool:
         """Tells the draft what was committed, and how many tokens the next step can use; where its
@@ -255,7 +261,7 @@ class Session:
                 if error.reason is Reason.DEADLINE:
                     text = f"deadline passed after {self.emitted} tokens"
                     raise SpecwireError(Reason.DEADLINE, text) from None
-                if error.reason not in _LOST:
+                if error.reason not in LOST:
                     raise
                 await self._reopen(error)
                 continue
@@ -264,15 +270,20 @@ class Session:
             elif isinstance(message, target_pb2.Verdict) and self._steps.fits(
                 message, len(self._ids)
             ):
-                if message.step_id:
-                    self._drafting.judged(message.accepted)
-                    self._plan.came(len(message.tokens), arrived_ns / 1e9)
-                drafting = self._drafting
-                drafting.believe(message)
-                self._steps.account(message, arrived_ns, drafting.waited_ns, drafting.drafted_ns)
-                return message
+                return self._accounted(arrived_ns, message)
             else:
                 self._steps.dropped()
+
+    def _accounted(self, arrived_ns: int, verdict: target_pb2.Verdict) -> target_pb2.Verdict:
+        """The same verdict, once those who learn from it have heard of it."""
+        drafting = self._drafting
+        if verdict.step_id:
+            drafting.judged(verdict.accepted)
+            # Not when it arrived: what all sessions yield is counted in the order of this.
+            self._plan.came(len(verdict.tokens), time.perf_counter())
+        drafting.believe(verdict)
+        self._steps.account(verdict, arrived_ns, drafting.waited_ns, drafting.drafted_ns)
+        return verdict
 
     async def _refused(self, message: target_pb2.TargetRefused) -> None:
         error = from_item(message.error)
@@ -283,20 +294,17 @@ class Session:
             else:
                 self._steps.dropped()
             return
-        refusals = _COLOCATED_REFUSALS if self._drafter.colocated else _ROW_REFUSALS
-        if error.reason in refusals and self._steps.step == 0:
-            self._drafter.refused(error.reason.lower())
-            self._steps.close()
-            await self._open()
-        elif error.reason in _LOST or (error.reason in _ELSEWHERE and self.emitted):
+        step, colocated = self._steps.step, self._drafter.colocated
+        found = remedy(error.reason, step, colocated=colocated, emitted=self.emitted)
+        if found is Remedy.OPEN_AGAIN:
             await self._reopen(error)
-        elif (
-            error.reason in _ELSEWHERE and self._steps.step == 0 and self._place.other(error.reason)
-        ):
-            self._steps.close()
-            await self._open()
-        else:
+            return
+        if found is Remedy.WITHOUT_DRAFTER:
+            self._drafter.refused(error.reason.lower())
+        elif found is Remedy.NONE or not self._place.other(error.reason):
             raise error
+        self._steps.close()
+        await self._open()
 
     # -- small things ----------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class Steps:
         """The next step, after which the target may run ahead. Its last verdict, or with
         `drafts_ahead` each, brings `then_propose` tokens of a co-located drafter."""
         self.step, self.unasked, self._sent = self.step + 1, free_run, len(draft)
+        self._mail.may_wait = free_run
         self.drafts_ahead = drafts_ahead
         # Filled in place: four times as fast as building two messages with keywords.
         item = target_pb2.TargetItem()
@@ -67,6 +68,7 @@ class Steps:
         self.unasked -= 1
         self.step += 1
         self._sent, self._sent_ns = drafted, 0
+        self._mail.may_wait = self.unasked
 
     def close(self) -> None:
         """Tells the target that this generation is over. Safe to repeat."""
@@ -86,10 +88,18 @@ class Steps:
     async def reply(self) -> tuple[int, Any]:
         """The next message of the target with its arrival. Raises what the link failed with, and
         DEADLINE."""
-        got = self._mail.take() or await self._mail.get(self._deadline)
+        got = await self._mail.get(self._deadline)
         if got is None:
             raise SpecwireError(Reason.DEADLINE, "the deadline has passed")
         return got
+
+    def arrived(self, base_len: int) -> tuple[int, target_pb2.Verdict] | None:
+        """The awaited verdict with its arrival, if it is there already. What else may be there is
+        left for `reply`."""
+        message = self._mail.first
+        if isinstance(message, target_pb2.Verdict) and self.fits(message, base_len):
+            return self._mail.take()
+        return None
 
     def dropped(self) -> None:
         """A message that answers no open question."""
@@ -98,12 +108,13 @@ class Steps:
 
     def fits(self, verdict: target_pb2.Verdict, base_len: int) -> bool:
         """Whether a verdict answers the awaited step, with lengths that can be."""
-        count = len(verdict.tokens)
+        count, accepted = len(verdict.tokens), verdict.accepted
         return (
             verdict.step_id == self.step
             and verdict.base_len == base_len
             and verdict.new_len == base_len + count
-            and verdict.accepted <= min(self._sent, count)
+            and accepted <= count
+            and accepted <= self._sent
         )
 
     def account(
@@ -117,14 +128,15 @@ class Steps:
         which computed for `drafted_ns`; what one did that the target asked stands in the verdict.
         Free runs overlap with the rest."""
         record, timings, sent_ns = self._record, verdict.timings, self._sent_ns
-        worked, computed, once_ns = worked_ns(timings), timings.compute_ns, timings.once_ns
-        inside = 0
+        computed, once_ns = timings.compute_ns, timings.once_ns
+        worked, inside = timings.queue_ns + computed, 0
         if verdict.HasField("proposal"):
             of_draft = verdict.proposal.timings
             inside, once_ns = worked_ns(of_draft), once_ns + of_draft.once_ns
             drafted_ns += of_draft.compute_ns
         # What is not spent again, such as the capture of a graph, is no cost of a round.
-        took_ns = max(0, arrived_ns - (sent_ns or self._verdict_ns) - once_ns)
+        took_ns = arrived_ns - (sent_ns or self._verdict_ns) - once_ns
+        took_ns = took_ns if took_ns > 0 else 0
         if inside:
             # A drafter is not believed to have worked for longer than that.
             inside = min(inside, took_ns)
@@ -140,7 +152,9 @@ class Steps:
             record.step(self._sent, verdict.accepted, beside)
             record.spent("verify", worked)
             # Verdicts of a run ahead may arrive together: none took less than its computing.
-            round_ns = took_ns - inside if sent_ns else max(took_ns - inside, computed)
+            round_ns = took_ns - inside
+            if not sent_ns and round_ns < computed:
+                round_ns = computed
             self._target.note_round(round_ns / 1e9)
             self._target.note_cost(self._sent, verdict.base_len, round_ns / 1e9, not sent_ns)
             if sent_ns:

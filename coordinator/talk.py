@@ -217,7 +217,7 @@ def stream_text(events: Iterable[Event], show: Show) -> tuple[str, Finished]:
 
 
 def shower(mark: str) -> Show:
-    """How a delta is shown: its accepted part comes first and is set apart."""
+    """How a delta is shown: what was accepted is set apart."""
     kinds = {"colour": (ACCEPTED, PLAIN), "brackets": ("[", "]"), "none": ("", "")}
     kind = ("colour" if opt.colour_wanted() else "none") if mark == "auto" else mark
     if kind not in kinds:
@@ -225,8 +225,13 @@ def shower(mark: str) -> Show:
     before, after = kinds[kind]
 
     def show(delta: Delta) -> str:
-        accepted, own = delta.text[: delta.accepted_chars], delta.text[delta.accepted_chars :]
-        return f"{before}{accepted}{after}{own}" if accepted else own
+        shown, at = "", 0
+        for span in delta.accepted:
+            end = span.start_char + span.chars
+            shown += delta.text[at : span.start_char]
+            shown += f"{before}{delta.text[span.start_char : end]}{after}" if span.chars else ""
+            at = end
+        return shown + delta.text[at:]
 
     return show
 

@@ -172,8 +172,10 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
 
     @property
     def busy(self) -> int:
-        link = self.link
-        return max(link.sessions, link.load_sessions, self.placed)
+        link, most = self.link, self.placed
+        own, said = link.sessions, link.load_sessions
+        most = own if own > most else most
+        return said if said > most else most
 
     @property
     def free_tokens(self) -> int | None:

@@ -6,7 +6,8 @@ must not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.api import Item, ItemResult, TokenLogprobs
@@ -53,9 +54,24 @@ class Answers:
         # never came from the device.
         self.on_lost: Callable[[Session, int, Exception], None] = _unexpected
         self._waiting: list[Ended] = []
+        self._at_once = False
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is `settled` meanwhile does not wait for another step."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def settled(self, wanted: bool) -> None:
+        """Something was added behind its step; `wanted`: somebody waits for it."""
+        if wanted or self._at_once:
+            self.flush()
 
     def add(self, ended: Ended) -> None:
         self._waiting.append(ended)
@@ -89,6 +105,8 @@ class Answers:
                     _send_rows(ended)
                     if ended.question is not None:
                         session.sink.ask(ended.question, ended.answered or _unheard)
+                        if session.held is not None:
+                            session.held.asked()
             except Exception as error:  # of the engine, which failed late: the others go on
                 self.on_lost(session, ended.step.step_id, error)
         self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)

@@ -45,8 +45,13 @@ class HeldVerdict:
     ) -> None:
         self._session, self._ended, self._answers = session, ended, answers
         self._metrics, self._go_on = metrics, go_on
+        self._began_ns = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def asked(self) -> None:
+        """The question is on its way: from now on the draft's time runs."""
         self._began_ns = time.perf_counter_ns()
-        self._timer = self._timed(ended.step)
+        self._timer = self._timed(self._ended.step)
 
     def _timed(self, step: Step) -> asyncio.TimerHandle:
         """No longer than the step's own time: what was drawn in it is said."""
@@ -62,7 +67,7 @@ class HeldVerdict:
         self._settle(Made(reason=REASON_LATE, queue_ns=self._waited_ns()))
 
     def _waited_ns(self) -> int:
-        return time.perf_counter_ns() - self._began_ns
+        return time.perf_counter_ns() - self._began_ns if self._began_ns else 0
 
     def settle(self, answer: Answer | None) -> None:
         """The verdict is said with this, or None where it is waited for no longer, and the session
@@ -102,7 +107,8 @@ class HeldVerdict:
     def drop(self) -> None:
         """Nothing is said, and nobody waits any more."""
         self._session.held = None
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._session.sink is not None:
             self._session.sink.forget()
 

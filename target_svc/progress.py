@@ -144,8 +144,7 @@ class Progress:
 
     def _answered(self, session: Session, step: Step, proposal: Made | None) -> None:
         self._go_on(session, step, proposal)
-        if session.step is None:
-            self._answers.flush()  # somebody waits for it
+        self._answers.settled(wanted=session.step is None)
         self.on_ready()
 
     def _end(self, session: Session, step: Step, now: float) -> None:

@@ -1,7 +1,7 @@
 """A batch through the engine and back: between two steps there is only what the next one needs.
 
 What is to be said of the last step is written while the engine works on the next one: once it has
-launched it, since until then both would need the interpreter.
+launched it, since until then both would need the interpreter, but soon in any case.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from engine.api import Drafter, Engine, Item, ItemResult, nothing
 from specwire.errors import Reason, SpecwireError, internal_error
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # After so many failed steps in a row the engine is given up.
 _FAILURES_ALLOWED = 3
+# A launch takes less; where it does not (kernels are compiled, a graph is captured) nobody waits.
+_LAUNCH_S = 0.002
 
 Answer = tuple[ItemResult, Made | None]
 Batch = Sequence[tuple[Session, Item]]
@@ -57,20 +60,21 @@ class Running:
         loop = asyncio.get_running_loop()
         items = [item for _, item in batch]
         wishes = [wish_of(session) if item.draws else None for session, item in batch]
-        owing = len(self._answers) > 0
         launched: asyncio.Future[None] = loop.create_future()
-        tell = _teller(loop, launched) if owing else nothing
+        tell = _teller(loop, launched) if len(self._answers) else nothing
         work = self._thread.call(_run, self._engine, self._drafter, items, wishes, tell)
-        if owing:
-            work.add_done_callback(lambda _: _settle(launched))
-            await launched
-        self._answers.flush()
-        meanwhile()
-        try:
-            answers, computed, once_ns = await work
-        except Exception as error:  # the engine raises for bugs only: the service outlives them
-            self._failed([session for session, _ in batch], error)
-            return
+        if len(self._answers):
+            try:
+                await _either(loop, launched, work)
+            finally:
+                self._answers.flush()
+        with self._answers.at_once():
+            meanwhile()
+            try:
+                answers, computed, once_ns = await work
+            except Exception as error:  # the engine raises for bugs only: the service outlives them
+                self._failed([session for session, _ in batch], error)
+                return
         self._failures, now = 0, loop.time()
         for (session, item), (result, proposal) in zip(batch, answers, strict=True):
             session.running = False
@@ -119,6 +123,18 @@ def _teller(loop: asyncio.AbstractEventLoop, launched: asyncio.Future[None]) -> 
             loop.call_soon_threadsafe(_settle, launched)
 
     return tell
+
+
+async def _either(
+    loop: asyncio.AbstractEventLoop, launched: asyncio.Future[None], work: asyncio.Future[Any]
+) -> None:
+    """Until the step is launched, over, or long in coming."""
+    work.add_done_callback(lambda _: _settle(launched))
+    timer = loop.call_later(_LAUNCH_S, _settle, launched)
+    try:
+        await launched
+    finally:
+        timer.cancel()
 
 
 def _settle(launched: asyncio.Future[None]) -> None:

@@ -31,11 +31,12 @@ class Span:
     row_count: int
 
     def pages(self, page_tokens: int) -> list[int]:
-        """Of all keys. A short block's padding may stand behind what the table holds: page 0 stands
-        in for keys that only such rows see."""
+        """Of all keys. A short block's padding may stand behind what the table holds: its own first
+        page stands in for keys that only such rows see. Another session's might hold what is no
+        number, which no weight of zero takes out of a sum."""
         count = -(-(self.start + self.row_count) // page_tokens)
         held = self.table.pages[:count]
-        return held if len(held) == count else held + [0] * (count - len(held))
+        return held if len(held) == count else held + held[:1] * (count - len(held))
 
 
 class AttentionBackend(ABC):

@@ -23,6 +23,7 @@ import grpc
 from specwire.errors import Reason, SpecwireError, from_rpc_error
 from specwire.generation import (
     Acceptance,
+    AcceptedSpan,
     Delta,
     Event,
     Finished,
@@ -42,6 +43,7 @@ from specwire.v1 import generate_pb2, generate_pb2_grpc
 
 __all__ = [
     "Acceptance",
+    "AcceptedSpan",
     "AsyncClient",
     "AsyncStream",
     "Client",

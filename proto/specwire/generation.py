@@ -49,10 +49,22 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptedSpan:
+    """Tokens of a delta, and the characters of its text, that were the draft's."""
+
+    start: int
+    count: int
+    start_char: int
+    chars: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text and its tokens; the first `accepted_count` of them were the draft's.
 
     `choice` tells which of the `n` answers goes on. `logprobs`: one per token, when asked for.
+    A delta may hold several rounds, those that came while the ones before were on their way: then
+    `later_accepted` are the draft's tokens behind the first round.
     """
 
     text: str
@@ -62,6 +74,13 @@ class Delta:
     margins: tuple[float, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     choice: int = 0
+    later_accepted: tuple[AcceptedSpan, ...] = ()
+
+    @property
+    def accepted(self) -> tuple[AcceptedSpan, ...]:
+        """All of the draft's tokens, in order."""
+        first = AcceptedSpan(0, self.accepted_count, 0, self.accepted_chars)
+        return (first, *self.later_accepted) if self.accepted_count else self.later_accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +202,9 @@ def event_from(response: generate_pb2.GenerateResponse) -> Event | None:
             margins=tuple(delta.margins),
             logprobs=_logprobs(delta.logprobs),
             choice=response.choice,
+            later_accepted=tuple(
+                AcceptedSpan(s.start, s.count, s.start_char, s.chars) for s in delta.later_accepted
+            ),
         )
     return _finished(response.finished, response.choice) if kind == "finished" else None
 

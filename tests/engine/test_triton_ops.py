@@ -54,6 +54,29 @@ def test_a_product_of_one_step_begins_with_zero() -> None:
     assert all(line.endswith("begins with zero") for line in said), said
 
 
+# Nothing here is written by a kernel near in front: words, tables and weights. What is only asked
+# for is not read.
+BEFORE_WAIT = {
+    "_attend": {"words", "asked:k_cache", "asked:v_cache"},
+    "_combine": {"words"},
+    "_qkv_store": {"slots", "positions", "cos", "sin", "q_norm", "k_norm"},
+    "_context_store": set(),
+    "_norm_qkv_store": {"slots", "positions", "cos", "sin", "asked:weight"},
+    "_gemm": {"asked:weight"},
+    "_rms_norm": {"weight"},
+    "_embed": set(),
+    "_silu_mul": set(),
+}
+
+
+def test_kernels_read_nothing_too_early() -> None:
+    """A kernel that is started while the one in front still runs must wait before it reads what
+    that one writes, and before it writes anything; the interpreter would never tell."""
+    said = run("tests/engine/before_wait.py", TRITON_INTERPRET="0").splitlines()
+    found = {name: set(touched) for name, *touched in map(str.split, said)}
+    assert found == BEFORE_WAIT
+
+
 def test_without_a_gpu_the_reason_is_given() -> None:
     said = run("tests/engine/triton_absent.py", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert "Triton kernels are not available" in said and "CUDA" in said

@@ -4,15 +4,16 @@
 
 Forwards cost nothing but a pause (`free_model`), so what is counted is Python and gRPC:
 microseconds of CPU for each session and round in the engine's thread, the event loop and the other
-threads of the target, the draft service and the coordinator. CPU time tells the truth on a busy
-machine too; wall time (milliseconds between two steps) does not. To compare two trees, --against
-DIR: its services run in turn with this tree's.
+threads of the target, the draft service, the coordinator and the clients (--clients processes), and
+for each token in each process. CPU time tells the truth on a busy machine too; wall time
+(milliseconds between two steps, tokens a second) does not. With --pause-ms 0 or a pause so short
+that the target is never waited for, the services are as far behind as they can be. To compare two
+trees, --against DIR: its services run in turn with this tree's, both with this tree's clients.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -25,11 +26,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from specwire.client import AsyncClient
-
 MODES = ("plain", "colocated", "separate")
 ROOT = Path(__file__).resolve().parents[2]
-SETTLE_S, _BEGIN_S = 0.7, 60.0
+SETTLE_S = 0.7
 Spent = dict[str, dict[str, int]]
 
 
@@ -82,7 +81,7 @@ def start(stack: ExitStack, tree: Path, mode: str, count: int, o: argparse.Names
 
     def service(name: str, role: str, *more: str) -> Service:
         given = ["--sessions", str(count), "--pause-s", str(count * o.pause_ms / 1e3)]
-        given += [*flags(name), *more]
+        given += [*flags(name), *more, *(["--bare"] if o.bare else [])]
         made = Service(tree, role, f"unix:{folder}/{name}", *given)
         return stack.enter_context(made)
 
@@ -95,48 +94,36 @@ def start(stack: ExitStack, tree: Path, mode: str, count: int, o: argparse.Names
     return found
 
 
-async def measure(tree: Path, mode: str, count: int, o: argparse.Namespace) -> dict[str, float]:
+def clients(stack: ExitStack, mode: str, count: int, address: str, o: argparse.Namespace) -> Any:
+    """Client processes by name; `count` sessions in all."""
+    found = {}
+    for number in range(min(o.clients, count)):
+        mine = range(number, count, o.clients)
+        asked = {
+            "method": "plain" if mode == "plain" else "toy",
+            "k": None if mode == "plain" else (o.k or None),
+            "temperature": o.temperature,
+            "prompt_tokens": o.prompt_tokens,
+            "numbers": list(mine),
+        }
+        name = f"client{number or ''}"
+        flags = ["--target", address, "--asked", json.dumps(asked)]
+        if o.profile:
+            flags += ["--profile", f"{o.profile}/{mode}-{count}-{name}-loop"]
+        found[name] = stack.enter_context(Service(ROOT, "client", "", *flags))
+    return found
+
+
+def measure(tree: Path, mode: str, count: int, o: argparse.Namespace) -> dict[str, float]:
     """Microseconds of each thread for a session and round, and facts of the steps."""
     with ExitStack() as stack:
         services = start(stack, tree, mode, count, o)
-        async with AsyncClient(services["coordinator"].address) as client:
-            begun = [asyncio.Event() for _ in range(count)]
-            work = [
-                asyncio.create_task(_session(client, mode, i, begun[i], o)) for i in range(count)
-            ]
-            async with asyncio.timeout(_BEGIN_S):
-                for event in begun:
-                    await event.wait()
-            await asyncio.sleep(SETTLE_S)
-            before, at = {n: s.spent() for n, s in services.items()}, time.perf_counter()
-            await asyncio.sleep(o.seconds)
-            after, ended = {n: s.spent() for n, s in services.items()}, time.perf_counter()
-            for task in work:
-                if task.done():
-                    task.result()  # it failed
-            for task in work:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+        services |= clients(stack, mode, count, services["coordinator"].address, o)
+        time.sleep(SETTLE_S)
+        before, at = {n: s.spent() for n, s in services.items()}, time.perf_counter()
+        time.sleep(o.seconds)
+        after, ended = {n: s.spent() for n, s in services.items()}, time.perf_counter()
     return _figures(before, after, ended - at)
-
-
-async def _session(
-    client: AsyncClient, mode: str, number: int, begun: asyncio.Event, o: argparse.Namespace
-) -> None:
-    while True:  # one after another, until it is cancelled
-        stream = client.stream(
-            token_ids=[(7 * number + i) % 900 for i in range(o.prompt_tokens)],
-            max_tokens=8000 - o.prompt_tokens,
-            ignore_eos=True,
-            temperature=o.temperature,
-            seed=number,
-            method="plain" if mode == "plain" else "toy",
-            num_speculative_tokens=None if mode == "plain" else (o.k or None),
-            return_token_ids=True,
-        )
-        async with stream:
-            async for _ in stream:
-                begun.set()
 
 
 def _figures(before: Spent, after: Spent, seconds: float) -> dict[str, float]:
@@ -144,13 +131,16 @@ def _figures(before: Spent, after: Spent, seconds: float) -> dict[str, float]:
         return after[name].get(what, 0) - before[name].get(what, 0)
 
     steps, items = grown("target", "steps"), max(1, grown("target", "items"))
+    told = [name for name in before if name.startswith("client")]
+    tokens, deltas = (max(1, sum(grown(n, w) for n in told)) for w in ("tokens", "deltas"))
     found = {"wall ms": seconds * 1e3 / max(1, steps), "items a step": items / max(1, steps)}
+    found |= {"tokens/s": tokens / seconds, "tokens a delta": tokens / deltas}
     for name in before:
-        for thread in ("engine", "loop", "others"):
-            found[f"{name} {thread}"] = grown(name, thread) / 1e3 / items
+        spent = {t: grown(name, t) / 1e3 for t in ("engine", "loop", "others")}
+        found |= {f"{name} {thread}": us / items for thread, us in spent.items() if us}
+        found[f"{name} for a token"] = sum(spent.values()) / tokens
     found["target engine's step"] = grown("target", "step_ns") / 1e3 / items
     found["wall between two steps"] = grown("target", "gap_ns") / 1e3 / items
-    found["target in all"] = sum(found[f"target {t}"] for t in ("engine", "loop", "others"))
     return found
 
 
@@ -177,6 +167,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=1, help="runs of each tree, in turn")
     add("--pause-ms", type=float, default=0.25, help="of a forward, for each session")
     add("--k", type=int, default=7, help="draft tokens a round; 0: adaptive")
+    add("--bare", action="store_true", help="no engine's work on the host; not in `separate`")
+    add("--clients", type=int, default=1, help="client processes")
     add("--temperature", type=float, default=0.0)
     add("--prompt-tokens", type=int, default=128)
     add("--against", type=Path, help="another tree, with this tool in it")
@@ -190,7 +182,7 @@ def command(argv: Sequence[str] | None = None) -> int:
             try:
                 for _ in range(o.repeats):
                     for label, tree in trees.items():
-                        runs[label].append(asyncio.run(measure(tree, mode, count, o)))
+                        runs[label].append(measure(tree, mode, count, o))
             except Exception as error:  # one case must not hide the others
                 print(f"{mode}, {count} sessions: {type(error).__name__}: {error}")
                 failed += 1

@@ -1,4 +1,5 @@
-"""Part of `host_cost`: a service with a free engine, as a process that tells what it spent.
+"""Part of `host_cost`: a service with a free engine, or a client, as a process that tells what it
+spent.
 
 `python -m tests.load.host_services ROLE OPTIONS`; says "up" on stdout, then answers each line on
 stdin with one of JSON, and ends when stdin does. With --profile FILE the event loop's calls are
@@ -30,10 +31,13 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.tokenizer_cache import TokenizerCache
 from draft_svc.host import DraftHost
 from draft_svc.protocol import Limits
+from specwire.client import AsyncClient
 from specwire.serve import run_service
 from target_svc.app import Loaded, TargetApp
 from target_svc.settings import TargetSettings
+from tests.load.bare_engine import BareEngine
 from tests.load.free_model import FreeDrafter, FreeEngine, FreeMethod
+from tests.load.host_clients import load
 from tests.service.coordinator_harness import document
 
 Counts = Callable[[], dict[str, int]]
@@ -49,11 +53,13 @@ class Options:
     pause_s: float
     profile: str
     profile_engine: str
+    asked: str
+    bare: bool
 
 
 def parse() -> Options:
     made = argparse.ArgumentParser()
-    made.add_argument("role", choices=["target", "colocated", "draft", "coordinator"])
+    made.add_argument("role", choices=list(ROLES))
     made.add_argument("--address", required=True)
     made.add_argument("--target", default="")
     made.add_argument("--draft", default="")
@@ -61,6 +67,8 @@ def parse() -> Options:
     made.add_argument("--pause-s", type=float, default=0.0)
     made.add_argument("--profile", default="")
     made.add_argument("--profile-engine", default="")
+    made.add_argument("--asked", default="", help="of a client: its sessions, as JSON")
+    made.add_argument("--bare", action="store_true")
     return Options(**vars(made.parse_args()))
 
 
@@ -79,9 +87,9 @@ def threads_ns() -> dict[str, int]:
 @asynccontextmanager
 async def target(o: Options, profiled: Callable[[Any], None]) -> AsyncIterator[Counts]:
     settings = TargetSettings(address=o.address, drain_ms=0, reflection=False)
-    engine = FreeEngine(o.sessions, o.pause_s)
+    engine = (BareEngine if o.bare else FreeEngine)(o.sessions, o.pause_s)
     drafter = FreeDrafter(o.pause_s) if o.role == "colocated" else None
-    if drafter is not None:
+    if drafter is not None and isinstance(engine, FreeEngine):
         engine.attach(drafter, ())
     app = TargetApp(settings, lambda _: Loaded(engine, document()), drafter)
     await app.start()
@@ -122,15 +130,29 @@ async def coordinator(o: Options, profiled: Callable[[Any], None]) -> AsyncItera
         yield dict
 
 
+@asynccontextmanager
+async def client(o: Options, profiled: Callable[[Any], None]) -> AsyncIterator[Counts]:
+    async with AsyncClient(o.target) as client, load(client, json.loads(o.asked)) as counts:
+        yield counts
+
+
+ROLES = {
+    "target": target,
+    "colocated": target,
+    "draft": draft,
+    "coordinator": coordinator,
+    "client": client,
+}
+
+
 async def serve(o: Options, stop: asyncio.Event) -> None:
-    roles = {"target": target, "colocated": target, "draft": draft, "coordinator": coordinator}
     engine_profile = cProfile.Profile(time.thread_time) if o.profile_engine else None
 
     def profiled(_: Any) -> None:
         if engine_profile is not None:
             engine_profile.enable()
 
-    async with roles[o.role](o, profiled) as counts:
+    async with ROLES[o.role](o, profiled) as counts:
         loop_profile = cProfile.Profile(time.thread_time) if o.profile else None
 
         def tell() -> None:

@@ -8,6 +8,7 @@ them at least. Only the time between the last session's first token and the firs
 counts, so every figure is about N sessions at once. `--tau` is for drafts that accept nothing, such
 as random ones: the time of a round is measured, and the tokens a second are what it would give with
 that many a round. They are marked `synthetic`. A run of its own warms every mode and count up.
+Where one client process is the limit, --clients spreads the sessions over several.
 """
 
 from __future__ import annotations
@@ -17,33 +18,22 @@ import asyncio
 import json
 import random
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from coordinator.bench_modes import Mode, parse_modes
 from coordinator.bench_prompts import load_prompts
 from coordinator.bench_stats import percentile
 from coordinator.drafters import COLOCATED, PLAIN
 from coordinator.local import LocalDeployment, LocalOptions, parse_extra
-from specwire.client import AsyncClient, Finished
-from specwire.generation import Acceptance, Delta
 from tests.load.cli import _say as say
+from tests.load.session_clients import Asked, Clients, Stream
 
 WARM_UP_TOKENS = 24
 # Sessions that a figure is about at least.
 SESSIONS = 12
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What one session did: when tokens came, and its record."""
-
-    arrivals: tuple[tuple[float, int], ...]
-    record: Acceptance
 
 
 @dataclass(frozen=True)
@@ -116,39 +106,12 @@ def cell(mode: Mode, turns: Sequence[Sequence[Stream]], tau: float | None) -> Ce
     )
 
 
-Asked = dict[str, Any]  # `messages` or `token_ids` of a request
-
-
-async def session(
-    client: AsyncClient, mode: Mode, asked: Asked, tokens: int, options: argparse.Namespace
-) -> Stream:
-    arrivals: list[tuple[float, int]] = []
-    stream = client.stream(
-        **asked,
-        max_tokens=tokens,
-        ignore_eos=True,
-        temperature=options.temperature,
-        seed=options.seed,
-        method=mode.request,
-        exactness=mode.exactness,
-        num_speculative_tokens=None if mode.method == PLAIN else options.k,
-        return_token_ids=True,
-    )
-    async with stream:
-        async for event in stream:
-            if isinstance(event, Delta) and event.token_ids:
-                arrivals.append((time.perf_counter(), len(event.token_ids)))
-            elif isinstance(event, Finished):
-                return Stream(tuple(arrivals), event.acceptance)
-    raise AssertionError("the client raises when the final message is missing")
-
-
 async def measure(
-    client: AsyncClient, mode: Mode, prompts: Sequence[Asked], count: int, o: argparse.Namespace
+    clients: Clients, mode: Mode, prompts: Sequence[Asked], count: int, o: argparse.Namespace
 ) -> Cell:
     async def turn(number: int, tokens: int) -> list[Stream]:
         chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
-        return await asyncio.gather(*(session(client, mode, p, tokens, o) for p in chosen))
+        return await clients.sessions([request(mode, p, tokens, o) for p in chosen])
 
     await turn(0, min(WARM_UP_TOKENS, o.max_tokens))
     turns = [await turn(number, o.max_tokens) for number in range(-(-SESSIONS // count))]
@@ -162,7 +125,7 @@ async def run(
     async with AsyncExitStack() as stack:
         clients = {}
         for place, address in addresses.items():
-            clients[place] = await stack.enter_async_context(AsyncClient(address))
+            clients[place] = await stack.enter_async_context(Clients(address, options.clients))
             for worker in (await clients[place].info()).workers:
                 seen = worker.attention
                 asked = f"{seen.policy} {seen.requested}".strip()
@@ -182,6 +145,20 @@ async def run(
                 say(_line(one))
                 found.append(one)
     return found
+
+
+def request(mode: Mode, asked: Asked, tokens: int, options: argparse.Namespace) -> Asked:
+    return {
+        **asked,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "method": mode.request,
+        "exactness": mode.exactness,
+        "num_speculative_tokens": None if mode.method == PLAIN else options.k,
+        "return_token_ids": True,
+    }
 
 
 def _key(mode: Mode) -> str:
@@ -237,6 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, help="JSON lines; unset: random token ids")
     add("--prompt-tokens", type=int, default=128, help="of random prompts")
     add("--max-tokens", type=int, default=128, help="of a session")
+    add("--clients", type=int, default=1, help="processes that the sessions are spread over")
     add("--k", type=int, default=None, help="draft tokens a round; unset: adaptive")
     add("--tau", type=float, default=None, help="tokens a round to assume: synthetic")
     add("--exactness", default="exact")

@@ -10,7 +10,8 @@ import pytest
 from coordinator.bench_modes import Mode
 from specwire.generation import Acceptance
 from tests.load.random_pair import write_pair
-from tests.load.sessions import Stream, cell, command, table
+from tests.load.session_clients import Stream
+from tests.load.sessions import cell, command, table
 
 DRAFT = Mode("dflash", "dflash", "exact")
 PLAIN = Mode("plain", "plain", "exact")
@@ -45,8 +46,12 @@ def test_only_the_time_that_all_sessions_share_counts() -> None:
         cell(DRAFT, [[one, late]], None)
 
 
+@pytest.mark.parametrize("clients", [1, 2])
 def test_a_random_pair_in_running_services(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    clients: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tests.load.sessions.SESSIONS", 2)
     write_pair(tmp_path / "pair", "tiny")
@@ -54,7 +59,8 @@ def test_a_random_pair_in_running_services(
     status = command(
         f"--model {pair}/target --draft {pair}/dflash --set draft.dspark={pair}/dspark "
         "--set draft.methods=dflash,dspark --sessions 1,3 --modes plain,dflash,dspark "
-        f"--k 7 --tau 4 --prompt-tokens 20 --max-tokens 60 --json {report}".split()
+        f"--k 7 --tau 4 --prompt-tokens 20 --max-tokens 60 --json {report} "
+        f"--clients {clients}".split()
     )
     assert status == 0
     cells = json.loads(report.read_text())

@@ -106,7 +106,7 @@ class RoundWorld:
     # -- the target and its link -----------------------------------------------------------------
 
     def open_mailbox(self, key: Any) -> Any:
-        return None
+        return SimpleNamespace(may_wait=0)
 
     def send(self, item: target_pb2.TargetItem) -> bool:
         if item.HasField("verify"):

@@ -25,8 +25,8 @@ class _Target:
         self.costs: list[tuple[int, int, bool, int]] = []
         self.link: Any = self
 
-    def open_mailbox(self, key: Any) -> Any:
-        return None
+    def open_mailbox(self, key: Any) -> Mailbox:
+        return Mailbox()
 
     def send(self, item: Any) -> bool:
         return True

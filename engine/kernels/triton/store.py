@@ -121,6 +121,8 @@ def _context_store(
     HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    # Positions and slots may be chosen on the device, so they are read behind the wait too.
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     which = head // HK  # 2 * layer, plus 1 for values
@@ -130,7 +132,6 @@ def _context_store(
     inside = c < D // 2
     norm = k_norms + which // 2 * D
     factors = _factors(norm, cos, sin, position, c, inside, D, NORM)
-    wait(PDL)
     source = kv + row * stride + head * D + c
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)

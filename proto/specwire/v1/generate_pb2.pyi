@@ -111,20 +111,34 @@ class GenerateResponse(_message.Message):
     def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("text", "token_ids", "accepted_count", "margins", "accepted_chars", "logprobs")
+    __slots__ = ("text", "token_ids", "accepted_count", "margins", "accepted_chars", "logprobs", "later_accepted")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_COUNT_FIELD_NUMBER: _ClassVar[int]
     MARGINS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_CHARS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LATER_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     accepted_count: int
     margins: _containers.RepeatedScalarFieldContainer[float]
     accepted_chars: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_count: _Optional[int] = ..., margins: _Optional[_Iterable[float]] = ..., accepted_chars: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    later_accepted: _containers.RepeatedCompositeFieldContainer[AcceptedSpan]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_count: _Optional[int] = ..., margins: _Optional[_Iterable[float]] = ..., accepted_chars: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., later_accepted: _Optional[_Iterable[_Union[AcceptedSpan, _Mapping]]] = ...) -> None: ...
+
+class AcceptedSpan(_message.Message):
+    __slots__ = ("start", "count", "start_char", "chars")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    START_CHAR_FIELD_NUMBER: _ClassVar[int]
+    CHARS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    count: int
+    start_char: int
+    chars: int
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., start_char: _Optional[int] = ..., chars: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "acceptance", "sampling", "request_id", "exactness", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "priority", "prompt_logprobs")
