@@ -51,7 +51,7 @@ def rows_of(method: DFlashMethod, count: int) -> Tensor:
 
 
 def block(start: int, rows: Tensor) -> RowBlock:
-    return RowBlock(start, rows.view(torch.uint16).numpy())
+    return RowBlock(start, rows.cpu().view(torch.uint16).numpy())
 
 
 def opened(method: DFlashMethod, length: int, sampling: Sampling) -> DFlashContext:
