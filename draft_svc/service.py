@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import metadata
 from typing import Any, TypeVar
 
+from draft_svc.acks import Acks
 from draft_svc.info import drafter_infos
 from draft_svc.protocol import Protocol
 from specwire.errors import Reason, SpecwireError
@@ -107,18 +109,24 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> None:
         """Rows before the questions that came with them, which need them."""
         rounds = self._protocol.rounds
+        acks = Acks(partial(self._put, outbox))
 
         def reply(message: draft_pb2.DraftReply) -> None:
-            self._put(outbox, draft_pb2.PushFeaturesResponse(replies=[message]))
+            self._put(outbox, draft_pb2.PushFeaturesResponse(acks=acks.take(), replies=[message]))
 
         try:
             async for frame in frames:
-                acks = [rounds.take_rows(frame.target_incarnation, chunk) for chunk in frame.chunks]
-                if acks or not frame.asks:
-                    self._put(outbox, draft_pb2.PushFeaturesResponse(acks=acks))
+                taken = [
+                    rounds.take_rows(frame.target_incarnation, chunk) for chunk in frame.chunks
+                ]
+                if frame.asks:
+                    acks.keep(taken)
+                else:
+                    self._put(outbox, draft_pb2.PushFeaturesResponse(acks=acks.take() + taken))
                 for ask in frame.asks:
                     self._protocol.asked(frame.target_incarnation, ask, reply)
         finally:
+            acks.take()
             outbox.close()
 
     def _put(self, outbox: Outbox[Answer], answer: Answer) -> None:

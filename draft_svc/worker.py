@@ -1,8 +1,8 @@
 """The engine thread: owns the methods and their contexts, and does all computing.
 
-The event loop puts jobs in; everything that waits becomes one tick. Jobs take effect in the order
-they were put; the proposals of a tick are computed together at its end. Results go back to the loop
-in one call per tick.
+The event loop puts jobs in; everything that waits becomes one tick, and what one callback of the
+loop put is never cut in two. Jobs take effect in the order they were put; the proposals of a tick
+are computed together at its end. Results go back to the loop in one call per tick.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Worker:
 
     def __init__(self, load: Callable[[], Methods]) -> None:
         self._load = load
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
+        self._next: list[Job] = []
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
         self._methods: Methods = {}
         self._stats = PoolStats(free=0, total=0, tables=0)
@@ -48,11 +49,21 @@ class Worker:
     async def stop(self) -> None:
         """Ends the thread after the jobs that wait. Harmless when it never started."""
         if self._thread.is_alive():
+            self._hand_over()
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join)
 
     def put(self, job: Job) -> None:
-        self._jobs.put(job)
+        """On the event loop. Rows, tokens and the question about them come in one message: the
+        thread would begin with the rows alone, and with what it catches up on behind them."""
+        if not self._next:
+            self._loop.call_soon(self._hand_over)
+        self._next.append(job)
+
+    def _hand_over(self) -> None:
+        if self._next:
+            jobs, self._next = self._next, []
+            self._jobs.put(jobs)
 
     @property
     def stats(self) -> PoolStats:
@@ -131,12 +142,12 @@ class Worker:
         taken: list[Job] = []
         if not wait and self._jobs.empty():
             return taken
-        job = self._jobs.get()
-        while job is not None:
-            taken.append(job)
+        jobs = self._jobs.get()
+        while jobs is not None:
+            taken += jobs
             if self._jobs.empty():
                 return taken
-            job = self._jobs.get()
+            jobs = self._jobs.get()
         if taken:
             self._jobs.put(None)  # first what came before the end
             return taken
