@@ -79,7 +79,9 @@ async def test_any_k_in_any_round_gives_the_same_tokens(
     rng = random.Random(5)
     chosen: list[int] = []
 
-    def choose(self: KPolicy, step: int, limit: int, sessions: int, context: int) -> int:
+    def choose(
+        self: KPolicy, step: int, limit: int, sessions: int, context: int, most_ahead: int
+    ) -> int:
         chosen.append(rng.randint(0, limit) if limit > 0 else 0)
         return chosen[-1]
 
