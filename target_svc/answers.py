@@ -54,10 +54,15 @@ class Answers:
         # never came from the device.
         self.on_lost: Callable[[Session, int, Exception], None] = _unexpected
         self._waiting: list[Ended] = []
+        self._steps: list[tuple[int, float]] = []
         self._at_once = False
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def stepped(self, items: int, seconds: float) -> None:
+        """A step is over; it is counted with what is said of it."""
+        self._steps.append((items, seconds))
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -78,6 +83,8 @@ class Answers:
 
     def flush(self) -> None:
         """Sends everything. Sessions that were closed meanwhile hear nothing more."""
+        while self._steps:
+            self._metrics.step(*self._steps.pop())
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []

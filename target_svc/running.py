@@ -85,7 +85,7 @@ class Running:
             step.once_ns += once_ns
             step.width = result.width
             self._progress.end_item(session, item, result, now, proposal)
-        self._metrics.step(len(items), computed)
+        self._answers.stepped(len(items), computed)
 
     def _failed(self, sessions: list[Session], error: Exception) -> None:
         """The sessions of a failed step end: what their pages hold is unknown."""
