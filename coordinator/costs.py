@@ -97,6 +97,8 @@ class _Cell:
     shape: dict[int, float] = field(default_factory=dict)
     curve: list[float] = field(default_factory=list)
     news: int = 0
+    # Times that are passed over, by tokens: the others of a step have told of it.
+    heard: dict[int, int] = field(default_factory=dict)
 
 
 class Costs:
@@ -105,16 +107,14 @@ class Costs:
     def __init__(self, table: Iterable[Cost] = ()) -> None:
         self._table = CostTable(table)
         self._cells: dict[tuple[int, int], _Cell] = {}
-        # Times that are passed over, by tokens: the others of a step have told of it.
-        self._heard: dict[int, int] = {}
 
     def note(self, tokens: int, sessions: int, context: int, seconds: float) -> None:
         if seconds <= 0:
             return  # nothing is free, and a mean of nothing would never rise again
-        if heard := self._heard.get(tokens):
-            self._heard[tokens] = heard - 1
-            return
         cell = self._cell(sessions, context)
+        if heard := cell.heard.get(tokens):
+            cell.heard[tokens] = heard - 1
+            return
         before = cell.seen.get(tokens, seconds)
         times = cell.times[tokens] = cell.times.get(tokens, 0) + 1
         weight = _WEIGHT if times * _WEIGHT >= 1.0 else 1.0 / times
@@ -126,7 +126,7 @@ class Costs:
         if times < _SETTLED or cell.news >= _SETTLED:
             cell.curve, cell.news = [], 0
         if times > _SETTLED:
-            self._heard[tokens] = (sessions - 1) // _TELLERS
+            cell.heard[tokens] = (sessions - 1) // _TELLERS
 
     def curve(self, sessions: int, context: int, limit: int) -> list[float] | None:
         """Seconds at [k] for k in 0..limit or more; None when nothing at all is known yet."""

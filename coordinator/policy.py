@@ -52,7 +52,7 @@ class KPolicy:
         # Its rounds, those that went on by themselves included.
         self._pause, self._probed = _PAUSE, 0
         # Tokens per second that is expected now, 0: not known; and whether nothing is to be cut.
-        self._rate, self._whole = 0.0, True
+        self._rate, self._whole = 0.0, False
         # Rounds that go on by themselves behind the one chosen last, or plain steps if it is plain.
         self._ahead = 0
         # What the drafter said of this round's tokens, and the chances of those left out.
@@ -63,6 +63,10 @@ class KPolicy:
         """The session is at these workers now; what it learned of itself stays."""
         if past is not self._past:
             self._level.level += past.level - self._past.level
+        if (
+            verify is not self._verify or draft is not self._draft
+        ):  # what did not pay there may here
+            self._off, self._probes, self._probed, self._plain_until = False, 0, 0, 0
         self._verify, self._draft, self._past = verify, draft, past
 
     @property
@@ -92,12 +96,13 @@ class KPolicy:
         self._said = self._withheld = ()
 
     def forget(self) -> None:
-        """The verdict over what was cut last never comes."""
+        """The verdict over what was cut last never comes, and steps are counted anew."""
         self._said = self._withheld = ()
+        self._plain_until = 0
 
     def cut(self, said: Sequence[float], sessions: int, context: int) -> int:
         """How many of the tokens that the drafter says so much of are worth verifying; all of them
-        where something is tried out, and in a run, which verifies them by itself.
+        in a run, which verifies them by itself, and where it is tried what they cost.
 
         The draft's time is spent. Another token pays while the tokens that it is expected to bring
         are more than its time brings elsewhere.
@@ -106,14 +111,14 @@ class KPolicy:
         verify = self._verify.curves(sessions, context, kept) if self._rate else None
         if verify is not None:
             worth = self._past.cuts.worth(chances, verify.driven, self._rate)
-            kept = kept if self._whole else worth
+            kept = kept if self._ahead or self._whole else worth
         self._said, self._withheld = tuple(said[:kept]), tuple(chances[kept:])
         return kept
 
     def choose(self, step: int, limit: int, sessions: int, context: int, ahead: int = 0) -> int:
         """Draft tokens for the step after `step`, at most `limit`; 0: it does not pay. `ahead`:
         rounds that can go on by themselves behind it."""
-        self._rate, self._ahead, self._whole = 0.0, 0, True
+        self._rate, self._ahead, self._whole = 0.0, 0, False
         if limit <= 0 or step < self._plain_until:
             return 0
         self._round += 1
@@ -127,14 +132,17 @@ class KPolicy:
         way, best, self._rate = self._best(possible, limit, 0.0)
         pays = self._rate >= _MARGIN / plain
         if not pays and self._rounds + self._past.rounds >= _EVIDENCE:
-            # It must not pay even if the session is better than it seems so far.
-            way, best, likely = self._best(possible, limit, self._level.deviation)
+            # It must not pay even if the session is better than it seems so far, which is better
+            # known where the drafter says how sure it is.
+            says = self._past.cuts.saves and not way.ahead
+            more = self._level.deviation * (0.5 if says else 1.0)
+            way, best, likely = self._best(possible, limit, more)
             if likely < _MARGIN / plain:
                 return self._switched_off(step, best, way, plain)
         self._off, self._probes = False, 0
         if self._round >= self._due:
             return self._explored(way, best, limit, possible)
-        self._ahead, self._whole = way.ahead, way.ahead > 0 or not pays
+        self._ahead = way.ahead
         return best
 
     def _explored(self, way: Way, best: int, limit: int, possible: Sequence[Way]) -> int:
@@ -147,6 +155,7 @@ class KPolicy:
             way = next((other for other in possible if other is not way), way)
         else:
             k = max(0, min(best + change, limit))
+            self._whole = True  # what it costs is learned
         self._ahead = _short(way, k)
         self._due, self._turn = self._round + _EXPLORE * (1 + self._ahead), self._turn + 1
         return k

@@ -53,6 +53,12 @@ def ways(verify: Curves, draft: Curves, ahead: int, saves: Sequence[float]) -> l
         seconds = [a + b for a, b in zip(verify.driven, draft.driven, strict=False)]
         last = len(saves) - 1
         if saves:
-            seconds = [s - saves[min(k, last)] for k, s in enumerate(seconds)]
+            # Learned at other loads and targets too: no cut saves more than all of the step's
+            # tokens but its own.
+            least = [verify.driven[0] + b for b in draft.driven]
+            seconds = [
+                max(s - saves[min(k, last)], low)
+                for k, (s, low) in enumerate(zip(seconds, least, strict=False))
+            ]
         found.append(Way(0, verify, draft, seconds))
     return found

@@ -12,7 +12,7 @@ from specwire.v1 import draft_pb2
 # An answer is there by then, or the sender is told without it.
 _WITHIN_S = 0.005
 # More bytes are told of at once: the sender may wait for the credit.
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 64 << 10
 
 
 class Acks:

@@ -70,7 +70,8 @@ def cell(mode: Mode, turns: Sequence[Sequence[Stream]], tau: float | None) -> Ce
     rate = sum(tokens for tokens, _ in counted) / sum(seconds for _, seconds in counted)
     sessions, streams = len(turns[0]), [stream for turn in turns for stream in turn]
     rounds = sum(stream.record.rounds for stream in streams)
-    emitted = sum(n for stream in streams for _, n in stream.arrivals[1:])
+    # The first token is of no round; others may have come together with it.
+    emitted = sum(n for stream in streams for _, n in stream.arrivals) - len(streams)
     own = emitted / max(rounds, 1)
     round_ms = own * sessions / rate * 1e3
     steps = [
