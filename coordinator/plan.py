@@ -63,7 +63,7 @@ class Plan:
             if why := self._forbidden(choice):
                 return self._plain(why, self._settings.free_run)
             policy = self._policy_of()
-            limit = policy.choose(step, limit, self._at.target.busy, length, self._most_ahead)
+            limit = policy.choose(step, limit, self._at.target.busy, length, self.most_ahead)
             if not limit:
                 why = "does_not_pay" if policy.off else "plain_measured"
                 return self._plain(why, policy.plain_steps(step))
@@ -95,7 +95,7 @@ class Plan:
         return self._policy
 
     @property
-    def _most_ahead(self) -> int:
+    def most_ahead(self) -> int:
         """Rounds with draft tokens that can go on by themselves."""
         at = self._at
         possible = at.direct or (at.colocated and at.target.drafts_ahead)
@@ -125,7 +125,7 @@ class Plan:
     def ahead(self) -> int:
         """Rounds with as many tokens as were asked for last that go on by themselves."""
         self._why_ahead = ""
-        most = self._most_ahead
+        most = self.most_ahead
         return most if self._policy is None else self._policy.stands(most)
 
     def ran_ahead(self) -> None:

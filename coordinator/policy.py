@@ -63,9 +63,8 @@ class KPolicy:
         """The session is at these workers now; what it learned of itself stays."""
         if past is not self._past:
             self._level.level += past.level - self._past.level
-        if (
-            verify is not self._verify or draft is not self._draft
-        ):  # what did not pay there may here
+        if verify is not self._verify or draft is not self._draft:
+            # What did not pay there may pay here.
             self._off, self._probes, self._probed, self._plain_until = False, 0, 0, 0
         self._verify, self._draft, self._past = verify, draft, past
 

@@ -61,7 +61,7 @@ class Separate(Drafting):
         brought = bool(self._run.in_hand)
         self._run.end()
         self._next_k = None
-        if not drafted or not self.direct:
+        if not drafted or not self._plan.most_ahead:
             return 0, 0
         if brought:
             self._k = self._next_k = self._plan.tokens(step, length, most)
@@ -75,10 +75,6 @@ class Separate(Drafting):
 
     def believe(self, verdict: target_pb2.Verdict) -> None:
         self._run.believe(verdict)
-
-    @property
-    def direct(self) -> bool:
-        return self._settings.draft_ahead > 0 and self._at.direct
 
     def judged(self, accepted: int) -> None:
         super().judged(accepted)

@@ -52,17 +52,20 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
 
 
 def _type(name: str, fixed: dict[str, Any]) -> str:
+    """Of an argument in Triton's signatures."""
     for names, kind in ((fixed, "constexpr"), (_INTS, "i32"), (_SCALARS, "fp32")):
         if name in names:
             return kind
     return "*i32" if name in _NUMBERS else "*fp32" if name in _FLOATS else "*bf16"
 
 
-def ir_of(kernel: Any, fixed: dict[str, Any]) -> list[str]:
-    fixed, names = fixed | {"PDL": True}, list(kernel.arg_names)
+def ir_of(kernel: Any, fixed: dict[str, Any], **types: str) -> list[str]:
+    """Lines of its IR before Triton knows layouts, early launch unless `fixed` says otherwise;
+    `types` are those of arguments that are not what their names stand for elsewhere."""
+    fixed, names = {"PDL": True} | fixed, list(kernel.arg_names)
     source = ASTSource(
         kernel,
-        signature={name: _type(name, fixed) for name in names},
+        signature={name: types.get(name) or _type(name, fixed) for name in names},
         constexprs={(names.index(name),): value for name, value in fixed.items()},
     )
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

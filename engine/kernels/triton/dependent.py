@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LINE = 64  # bf16 numbers of a cache line
 _FEW_ROWS = 16
 _FETCHED_LINES, _FETCHED_SIZE = 32, 4 << 20
@@ -28,7 +28,7 @@ _wanted = True
 
 @functools.cache
 def dependent_launch_available() -> bool:
-    if _INTERPRETED or not torch.cuda.is_available():
+    if INTERPRETED or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= (9, 0)
 
@@ -44,7 +44,7 @@ def flags(rows: int) -> dict[str, bool]:
     """Of a launch over so many rows: the kernel's own flag, and the launcher's where it is set."""
     if not _wanted or rows > _FEW_ROWS:
         return {"PDL": False}
-    if _INTERPRETED:  # what is read before waiting is read there too
+    if INTERPRETED:  # what is read before waiting is read there too
         return {"PDL": True}
     return {"PDL": True, "launch_pdl": True} if dependent_launch_available() else {"PDL": False}
 
@@ -53,7 +53,7 @@ def flags(rows: int) -> dict[str, bool]:
 def wait(PDL: tl.constexpr):
     """Waits for the kernel before this one, and only then lets the next one start: two at a time
     are enough to hide a launch, and more would take the memory's time from the one at work."""
-    if PDL and not _INTERPRETED:
+    if PDL and not INTERPRETED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -61,7 +61,7 @@ def wait(PDL: tl.constexpr):
 @triton.jit
 def ask(at):
     """Asks for the cache lines of pointers."""
-    if _INTERPRETED:
+    if INTERPRETED:
         tl.load(at)
     else:
         tl.inline_asm_elementwise(

@@ -3,13 +3,13 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.dependent import INTERPRETED
+
 # The interpreter multiplies bf16 as if it were integers.
-WIDEN_DOTS = os.environ.get("TRITON_INTERPRET") == "1"
+WIDEN_DOTS = bool(INTERPRETED)
 
 
 @triton.jit
