@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from coordinator.confidence import Calibration
 from coordinator.cuts import Cuts
+from coordinator.probing import Probing
 
 # Chance assumed of a drafter that was never seen: it gets a try.
 _UNSEEN = 0.7
@@ -53,12 +54,13 @@ class SessionLevel:
 class Acceptance:
     """What all sessions of a drafter showed: `level` is where a new one begins."""
 
-    __slots__ = ("_profile", "_told", "calibration", "cuts", "level", "rounds")
+    __slots__ = ("_profile", "_told", "calibration", "cuts", "level", "probing", "rounds")
 
     def __init__(self) -> None:
         # What the drafter's confidences are worth, and what is saved by them.
         self.calibration, self.cuts = Calibration(), Cuts()
         self.level, self.rounds = 0.0, 0
+        self.probing = Probing()
         self._profile: list[float] = []
         self._told: list[float] = []
 

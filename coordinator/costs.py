@@ -14,7 +14,7 @@ from specwire.v1 import common_pb2
 # must not keep a K from being tried again.
 _WEIGHT, _JUMP = 0.10, 2.0
 # Times of all K that are worth as much as so many of its own, and where counting ends.
-_POOLED, _MANY = 8.0, 32
+_POOLED, _PLAIN_POOLED, _MANY = 8.0, 1.0, 32
 # Times after which the curve is made anew only once in so many.
 _SETTLED = 16
 # Sessions of one step that may all tell of it; of more, so many.
@@ -149,8 +149,10 @@ class Costs:
             return sorted(ratios.items())
         counts = {k: float(min(cell.times[k], _MANY)) for k in ratios}
         mean = sum(counts[k] * ratios[k] for k in ratios) / sum(counts.values())
+        # A step without draft tokens has no hop that waits for them: of it the others say little.
+        pooled = {k: _POOLED if k else _PLAIN_POOLED for k in ratios}
         return sorted(
-            (k, (counts[k] * ratio + _POOLED * mean) / (counts[k] + _POOLED))
+            (k, (counts[k] * ratio + pooled[k] * mean) / (counts[k] + pooled[k]))
             for k, ratio in ratios.items()
         )
 

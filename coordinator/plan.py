@@ -136,6 +136,8 @@ class Plan:
     def came(self, tokens: int, arrived_s: float) -> None:
         """A verdict brought so many tokens; times are those of `time.perf_counter`."""
         self._at.target.note_tokens(arrived_s, tokens, self._asked, self._drafts)
+        if self._policy is not None:
+            self._policy.passed()
 
     def note(self, asked: int, accepted: int, *, proposed: bool) -> None:
         """How a round with draft tokens went."""

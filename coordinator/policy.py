@@ -25,14 +25,15 @@ _EVIDENCE = 16
 # a probe, and the share of the time that probes may cost in the end.
 _PAUSE, _GROWTH, _PROBE_RUNS, _PROBE_SHARE = 8, 4, 2, 0.01
 # One round of so many, the fifth the first, tries another K, so that costs and chances elsewhere
-# stay known: far above, the next below or above, or none at all, which is what the others are
-# compared with; or it goes the other way. Far is as far as a round takes at most so much longer.
+# stay known: none at all, which is what the others are compared with, far above, the next below or
+# above; or it goes the other way. Far is as far as a round takes at most so much longer. What comes
+# next is shared by the drafter's sessions: one alone may be over before it has tried everything.
 _EXPLORE, _FIRST, _LONGER = 20, 5, 1.25
 # A run that tries something out is as short as may be, but the exchange that begins it must be
 # worth while: its rounds behind the first take so many times as long at least.
 _WORTH_ASKING = 2.0
 _FAR, _OTHER_WAY = 1 << 30, 0
-_STEPS = (_FAR, -1, 1, -_FAR, _OTHER_WAY, -1, 1)
+_STEPS = (_FAR, -_FAR, -1, 1, _OTHER_WAY, -1, 1)
 
 
 class KPolicy:
@@ -45,10 +46,10 @@ class KPolicy:
         self._verify, self._draft, self._past = verify, draft, past
         self._start, self._free_run = start, free_run
         self._level, self._rounds, self._round = SessionLevel(past.level), 0, 0
-        # The round that tries something out next, and how many have.
-        self._due, self._turn = _FIRST, 0
+        self._due = _FIRST  # the round that tries something out next
         # Off: steps before this one are plain. A probe asks in a few runs in a row.
         self._off, self._plain_until, self._probes = False, 0, 0
+        self._stopped = False  # once at least
         # Its rounds, those that went on by themselves included.
         self._pause, self._probed = _PAUSE, 0
         # Tokens per second that is expected now, 0: not known; and whether nothing is to be cut.
@@ -94,6 +95,10 @@ class KPolicy:
         self._past.calibration.note(self._said, accepted)
         self._said = self._withheld = ()
 
+    def passed(self) -> None:
+        """A step is over, with draft tokens or without."""
+        self._past.probing.waited += self._off
+
     def forget(self) -> None:
         """The verdict over what was cut last never comes, and steps are counted anew."""
         self._said = self._withheld = ()
@@ -134,19 +139,28 @@ class KPolicy:
             # It must not pay even if the session is better than it seems so far, which is better
             # known where the drafter says how sure it is.
             says = self._past.cuts.saves and not way.ahead
-            more = self._level.deviation * (0.5 if says else 1.0)
+            more = self._hoped() * (0.5 if says else 1.0)
             way, best, likely = self._best(possible, limit, more)
             if likely < _MARGIN / plain:
                 return self._switched_off(step, best, way, plain)
+        if pays or self._off:
+            self._past.probing.pays()
         self._off, self._probes = False, 0
         if self._round >= self._due:
             return self._explored(way, best, limit, possible)
-        self._ahead = way.ahead
+        # What the session is only hoped to be is seen to soon.
+        self._ahead = way.ahead if pays else _short(way, best)
         return best
+
+    def _hoped(self) -> float:
+        """How much the session's level may be above what it seems, as far as is worth trying."""
+        own = self._rounds >= _EVIDENCE
+        return self._level.deviation * (1.0 if own else self._past.probing.hope)
 
     def _explored(self, way: Way, best: int, limit: int, possible: Sequence[Way]) -> int:
         """Something else than the best, for a short run."""
-        change, k = _STEPS[self._turn % len(_STEPS)], best
+        change, k = _STEPS[self._past.probing.trials % len(_STEPS)], best
+        self._past.probing.trials += 1
         if change == _FAR:
             longest = _LONGER * way.seconds[best]
             k = max(k for k in range(best, limit + 1) if k == best or way.seconds[k] <= longest)
@@ -156,7 +170,7 @@ class KPolicy:
             k = max(0, min(best + change, limit))
             self._whole = True  # what it costs is learned
         self._ahead = _short(way, k)
-        self._due, self._turn = self._round + _EXPLORE * (1 + self._ahead), self._turn + 1
+        self._due = self._round + _EXPLORE * (1 + self._ahead)
         return k
 
     def _best(self, possible: Sequence[Way], limit: int, more: float) -> tuple[Way, int, float]:
@@ -176,8 +190,10 @@ class KPolicy:
 
     def _switched_off(self, step: int, best: int, way: Way, plain: float) -> int:
         """Plain steps for a while, then a few runs that look whether it pays again."""
+        shared = self._past.probing
         if self._off and self._probes < _PROBE_RUNS:
             self._probes += 1
+            shared.begin()
             # The second also learns what the next lower K costs.
             k = max(1, best + 1 - self._probes)
             self._ahead = _short(way, k)
@@ -185,14 +201,20 @@ class KPolicy:
         if not self._off:
             # Where it is long until a run goes on by itself, a probe is as much more.
             self._pause = round(_PAUSE * way.first(best) / way.later(best))
+            left = shared.left(self._pause)
+            self._pause = max(self._pause, shared.pause)
+            if not self._stopped:
+                shared.stopped()
+            self._stopped = True
         else:
             later = max(0, self._probed - _PROBE_RUNS)
             spent = _PROBE_RUNS * way.first(best) + later * way.later(best)
             lost = spent / plain - _PROBE_RUNS - later
             longest = round(lost / _PROBE_SHARE)
-            self._pause = max(self._pause, min(_GROWTH * self._pause, longest))
+            self._pause = left = max(self._pause, min(_GROWTH * self._pause, longest))
+            shared.in_vain(self._pause)
         self._off, self._probes, self._probed = True, 0, 0
-        self._plain_until = step + self._pause
+        self._plain_until = step + left
         return 0
 
 

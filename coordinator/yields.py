@@ -11,15 +11,21 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import median
 
 # One session alone is in nobody's way: its policy compares the right times.
 _FEWEST = 2
 # A window lasts so long at least, and so many rounds a session; before the first one after a change
 # what was under way ends, which is as many rounds, and at least so long.
-_WINDOW_S, _SETTLE_S, _ROUNDS = 0.25, 0.1, 2
+_WINDOW_S, _SETTLE_S, _ROUNDS = 0.25, 0.03, 2
+# Until the other way was tried once at a load windows are short: sessions may be over in a second.
+_SHORT_S = 0.06
 # The other way must yield so much more, in so many windows in a row: one alone may be a hiccup.
 _MARGIN, _WINS = 1.03, 2
+# A trial need not go on for a whole window once it is clear: of `n` verdicts, each of which brings
+# tokens with about such a deviation, the difference is more than so many deviations.
+_SOONEST_S, _SPREAD, _CLEAR = 0.03, 0.7, 2.5
 # It is compared with the median of the latest windows, once there are some.
 _RECENT, _SOME = 5, 3
 # Windows until the other way is tried first, then after each change, and how they grow with each
@@ -45,6 +51,18 @@ class _Load:
     trial: bool = False
     trial_at: float = 0.0
     wins: int = 0
+
+    @property
+    def window_s(self) -> float:
+        return _SHORT_S if self.pause == _FIRST and not self.trial else _WINDOW_S
+
+    def clear(self, rate: float, seconds: float, verdicts: int) -> bool:
+        """Whether a trial's window that is not over yet will not end otherwise."""
+        if not self.trial or seconds < _SOONEST_S:
+            return False
+        noise = 1 + _CLEAR * _SPREAD / sqrt(verdicts)
+        usual = median(self.recent)
+        return rate > _MARGIN * noise * usual or rate * noise < usual
 
     def window(self, rate: float, now: float, seconds: float) -> bool:
         """A window yielded `rate`. True: from now on it goes the other way."""
@@ -125,8 +143,12 @@ class Yields:
 
     def _whole(self, now: float) -> None:
         """Whole rounds have passed: ends the window if it is long enough."""
-        seconds = now - self._start
-        if seconds < (_WINDOW_S if self._settled else _SETTLE_S):
+        seconds, load = now - self._start, self._load
+        assert load is not None
+        over = seconds >= (load.window_s if self._settled else _SETTLE_S)
+        if self._settled and not over:
+            over = load.clear(self._tokens / max(seconds, 1e-9), seconds, self._rounds)
+        if not over:
             return
         mean, changes = self._sessions / self._rounds, False
         if abs(mean - self._level) > _OFF:

@@ -89,12 +89,18 @@ class RoundWorld:
             capped=lambda limit: limit,
             dropped=lambda cause: None,
         )
-        self.record = Record("toy")
+        self.begin()
+
+    def begin(self) -> None:
+        """Another session, with the same workers and what is known of them."""
+        self.record, settings = Record("toy"), CoordinatorSettings(num_speculative_tokens=3)
         self.plan = Plan(self.at, settings, self.record, LIMIT, True)
-        kind = Colocated if beside else Separate
+        kind = Colocated if self.at.colocated else Separate
         self.drafting: Drafting = kind(self.at, self.plan, settings, self.record)
         self.steps = Steps(None, self.record)
         self.steps.open(self.target, target_pb2.OpenTarget(), common_pb2.SessionKey())
+        self.verdicts.clear()
+        self.answers.clear()
         self.ids = [1]
 
     def _clock(self) -> int:

@@ -46,6 +46,30 @@ async def test_it_stays_plain_where_neither_pays(monkeypatch: pytest.MonkeyPatch
     assert share(ks) < 0.06 and rate > 0.95
 
 
+async def test_short_sessions_together_find_out_what_plain_steps_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounds with a draft take far longer than the tables say, plain steps do not; no session by
+    itself is long enough to try everything."""
+    world = RoundWorld(monkeypatch, STEP, DRAFT, 0.3, 0.3)
+    world.chances = [CHANCE]
+    monkeypatch.setattr(world, "_step", lambda k: STEP * (1.9 if k else 1.0))
+    shares, rates = [], []
+    for _ in range(20):
+        world.begin()
+        ks, rate = await world.rounds(50)
+        shares.append(share(ks))
+        rates.append(rate)
+    assert sum(shares[8:]) / 12 < 0.1 and sum(rates[8:]) / 12 > 0.93
+    # Where it begins to pay they notice, though none has time to look for long.
+    monkeypatch.setattr(world, "_step", lambda k: STEP)
+    shares.clear()
+    for _ in range(60):
+        world.begin()
+        shares.append(share((await world.rounds(50))[0]))
+    assert sum(shares[30:]) / 30 > 0.7
+
+
 async def test_driven_rounds_are_judged_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the target cannot ask the draft, the same world is better off plain."""
     world = RoundWorld(monkeypatch, STEP, DRAFT, 0.3, 0.3, direct=False)

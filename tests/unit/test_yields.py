@@ -41,6 +41,7 @@ class World:
     """Rounds in step. One takes what a plain one does, and `share` times that when all draft."""
 
     share: float
+    plain_s: float = PLAIN_S
     yields: Yields = field(default_factory=Yields)
     governed: bool = True
     now: float = 0.0
@@ -83,7 +84,7 @@ class World:
             self.decide(member)
         drafting, sessions = sum(m.k > 0 for m in self.members), len(self.members)
         self.by_state["drafting" if 2 * drafting > sessions else "plain"] += 1
-        seconds = PLAIN_S * (1 + (self.share - 1) * drafting / sessions) * slower
+        seconds = self.plain_s * (1 + (self.share - 1) * drafting / sessions) * slower
         seconds *= self.rng.uniform(0.9, 1.1)
         self.now += seconds
         tokens = 0
@@ -138,6 +139,35 @@ def test_where_drafting_is_good_together_it_goes_on(sessions: int) -> None:
     made.by_state.clear()
     made.run(seconds)
     assert made.by_state["plain"] < 0.08 * made.by_state.total()
+
+
+@pytest.mark.parametrize("sessions", [4, 8, 33])
+def test_fast_steps_are_judged_in_less_time(sessions: int) -> None:
+    """On a GPU an answer may be over in half a second."""
+    for seed in range(10):
+        made = World(3.0, plain_s=0.0015, rng=random.Random(seed))
+        made.load(sessions)
+        made.run(0.5)
+        assert not made.yields.allows(sessions)
+        good = World(1.1, plain_s=0.0015, rng=random.Random(seed))
+        good.load(sessions)
+        good.run(0.5)
+        assert good.yields.allows(sessions)
+
+
+@pytest.mark.parametrize("share", [1.2, 2.0])
+def test_trials_that_end_early_decide_as_well(share: float) -> None:
+    """Both ways stay what they were, in most of so many worlds' time."""
+    right = total = 0
+    for seed in range(8):
+        made = World(share, plain_s=0.0015, rng=random.Random(seed))
+        made.load(8)
+        made.run(1.0)
+        made.by_state.clear()
+        made.run(3.0)
+        right += made.by_state["drafting" if share < 1.5 else "plain"]
+        total += made.by_state.total()
+    assert right > 0.93 * total
 
 
 def test_one_session_is_left_to_its_policy() -> None:
