@@ -102,6 +102,8 @@ class Separate(Drafting):
             self._at.lose("draft_lost")
             return False
         self._read_old()
+        if most is None and self._rows_wait(verdict):
+            return False
         budget_s = self._budget_s(k) if k else 0.0
         rows = verdict.rows_start, verdict.rows_count
         if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
@@ -109,6 +111,12 @@ class Separate(Drafting):
             self._asked = _Question(verdict.step_id, ids, len(ids), k, now, budget_s, again)
             self._round_k, self._proposed, self._source = k, False, ""
         return k > 0
+
+    def _rows_wait(self, verdict: target_pb2.Verdict) -> bool:
+        """Whether the rows behind a plain step come with those of a later one of the run: the draft
+        is told of all their tokens together."""
+        choice = self._at.choice
+        return choice is not None and choice.drafter.needs_rows and not verdict.rows_count
 
     def _read_old(self) -> None:
         """Answers to questions that nobody waits for any more."""

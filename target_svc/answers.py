@@ -38,6 +38,9 @@ class Ended:
     question: Question | None = None
     answered: Answered | None = None
     rows_sent: bool = False
+    # The rows go out with those of a later step: behind each plain step of a run nobody proposes
+    # anything, and one message for all of them costs both sides less.
+    rows_wait: bool = False
 
     @property
     def asked_from(self) -> int:
@@ -141,8 +144,10 @@ def _write(verdict: target_pb2.Verdict, ended: Ended, kept: Outcome) -> None:
     if kept.finish:
         verdict.finish = kept.finish
     _put_timings(verdict.timings, step)
-    if session.sink is not None:
+    if session.sink is not None and not ended.rows_wait:
         start = session.rows_start if ended.opening else base - 1
+        if session.waiting_from is not None:
+            start = min(start, session.waiting_from)
         verdict.rows_start, verdict.rows_count = start, new_len - 1 - start
     if session.spec.margins:
         verdict.margins.extend(result.margins[:count])
@@ -207,7 +212,8 @@ def _send_missed(ended: Ended) -> None:
 
 
 def _send_rows(ended: Ended) -> None:
-    """Keeps and pushes the rows of the session's part, except those that the draft already has."""
+    """Keeps and pushes the rows of the session's part, except those that the draft already has, or
+    keeps them only."""
     session, start = ended.session, ended.item.start
     if session.sink is None:
         return
@@ -220,6 +226,17 @@ def _send_rows(ended: Ended) -> None:
     kept = ended.kept
     end = None if kept is None else ended.base + len(kept.tokens) - 1 - start
     wanted = rows[skip:end]
-    if len(wanted):
-        session.history.add(start + skip, wanted)
-        session.sink.push(step_id, start + skip, wanted)
+    if not len(wanted):
+        return
+    first = start + skip
+    session.history.add(first, wanted)
+    if ended.rows_wait:
+        if session.waiting_from is None:
+            session.waiting_from = first
+        return
+    if session.waiting_from is not None:
+        earlier = session.history.between(session.waiting_from, first)
+        session.waiting_from = None
+        if earlier is not None:
+            session.sink.push(step_id, *earlier)
+    session.sink.push(step_id, first, wanted)

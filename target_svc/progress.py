@@ -21,6 +21,9 @@ from target_svc.sessions import Session, Step
 from target_svc.shapes import Shapes
 from target_svc.sharing import Sharing
 
+# Rows that wait for a later step at most.
+_MOST_ROWS = 64
+
 
 class Progress:
     """`ready` are the sessions with a step that may run; `idle` is set while there are none at
@@ -121,6 +124,7 @@ class Progress:
                 return
             self._end(session, step, now)
             self._go_on(session, step, proposal)
+            ended.rows_wait = not ended.opening and _rows_wait(session, step)
         else:
             self._shapes.end_chunk(session, item.start)
             results.end_chunk(session)
@@ -198,3 +202,12 @@ class Progress:
             self.refuse(session, step.step_id, error, have)
             return
         self._start(session, step)
+
+
+def _rows_wait(session: Session, step: Step) -> bool:
+    """Whether the rows of a step that is over, behind which another began, wait for those of it."""
+    goes_on = session.step is not None and not session.step.asked and not step.drafts_ahead
+    if session.sink is None or not goes_on:
+        return False
+    since = session.waiting_from if session.waiting_from is not None else step.base_len - 1
+    return session.history.holds(len(session.ids) - since) and len(session.ids) - since < _MOST_ROWS

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine.api import ItemResult
@@ -73,7 +74,20 @@ class RowHistory:
 
     def since(self, position: int) -> Iterator[tuple[int, Rows]]:
         """The kept rows from `position` on, as (start, rows)."""
-        for start, rows in self._parts:
-            skip = max(0, position - start)
-            if skip < len(rows):
-                yield start + skip, rows[skip:]
+        wanted = []
+        for start, rows in reversed(self._parts):  # there may be hundreds, and few are wanted
+            if start + len(rows) <= position:
+                break
+            wanted.append((max(start, position), rows[max(0, position - start) :]))
+        yield from reversed(wanted)
+
+    def between(self, first: int, end: int) -> tuple[int, Rows] | None:
+        """The kept rows of positions [first, end), as (start, rows); None: there are none."""
+        found = [(start, rows[: end - start]) for start, rows in self.since(first) if start < end]
+        if not found:
+            return None
+        return found[0][0], np.concatenate([rows for _, rows in found])
+
+    def holds(self, count: int) -> bool:
+        """Whether so many rows may wait here."""
+        return count <= self._limit

@@ -121,6 +121,8 @@ class Session:
     # Prompt positions that need not be run for anything but their KV: their rows are out, or will
     # never be. None: not begun.
     computed: int | None = None
+    # First position whose row waits for a later step to be pushed; None: none does.
+    waiting_from: int | None = None
     # First position whose row step 0 exports, and the prompt tokens that it did not run.
     rows_start: int = 0
     cached: int = 0
@@ -205,4 +207,6 @@ class Session:
         # The anchor is run again in a block, even where it was part of the prompt.
         self.prompt_end = min(self.prompt_end, length - 1)
         self.history.truncate(length - 1)
+        if self.waiting_from is not None and self.waiting_from >= length - 1:
+            self.waiting_from = None
         self.finished = False

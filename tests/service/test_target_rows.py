@@ -68,6 +68,55 @@ async def test_rows_are_the_engines_taps(tmp_path: Path) -> None:
         assert all(c.key == key() for c in chunks)
 
 
+async def test_rows_of_a_plain_run_go_out_with_its_last_step(tmp_path: Path) -> None:
+    """Nobody proposes behind the others, and each message costs target and draft the same."""
+    address = f"unix:{tmp_path / 'd.sock'}"
+    ids = [*PROMPT, *TEXT]
+    async with draft_server(address, FakeDraft()) as draft, target() as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to(address)))
+        await peer.verdict()
+        await draft.rows(70)
+        await peer.send(verify(1, 71, free_run=5))
+        verdicts = [await peer.verdict() for _ in range(6)]
+        assert [v.rows_count for v in verdicts] == [0, 0, 0, 0, 0, 6]
+        assert verdicts[-1].rows_start == 70
+        chunks = await draft.rows(76)
+        assert {c.step_id for c in chunks} == {0, 6}
+        assert joined(chunks, 6) == (70, expected(70, 76, ids))
+        # Where an item ends the run its rows wait no longer.
+        service.engine.step_s = 0.05
+        await peer.send(verify(7, 77, free_run=30))
+        assert (await peer.verdict()).rows_count == 0
+        await peer.send(verify(20, 78))
+        told = {76}
+        while (last := await peer.verdict()).step_id != 20:
+            told |= set(range(last.rows_start, last.rows_start + last.rows_count))
+        told |= set(range(last.rows_start, last.rows_start + last.rows_count))
+        assert told >= {76, 77} and last.new_len == 79
+        chunks = await draft.rows(78)
+        late = [c for c in chunks if c.step_id > 6]
+        assert {p for c in late for p in range(c.start, c.start + c.count)} >= {76, 77}
+        assert all(c.rows == expected(c.start, c.start + c.count, ids) for c in late)
+
+
+async def test_rows_wait_only_where_they_are_kept(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'd.sock'}"
+    async with (
+        draft_server(address, FakeDraft()) as draft,
+        target(row_history_tokens=2) as service,
+    ):
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to(address)))
+        await peer.verdict()
+        await peer.send(verify(1, 71, free_run=5))
+        counts = [(await peer.verdict()).rows_count for _ in range(6)]
+        assert sum(counts) == 6 and max(counts) == 2
+        chunks = await draft.rows(76)
+        rows = b"".join(c.rows for c in chunks if c.step_id)
+        assert rows == expected(70, 76, [*PROMPT, *TEXT])
+
+
 async def test_rows_end_at_a_stop(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'd.sock'}"
     engine = ToyEngine()
