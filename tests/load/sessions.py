@@ -7,7 +7,8 @@ Few sessions are measured several times, with other prompts, so that a figure is
 them at least. Only the time between the last session's first token and the first session's end
 counts, so every figure is about N sessions at once. `--tau` is for drafts that accept nothing, such
 as random ones: the time of a round is measured, and the tokens a second are what it would give with
-that many a round. They are marked `synthetic`. A run of its own warms every mode and count up.
+that many a round. They are marked `synthetic`. A run of its own warms every mode and count up, and for
+--settle seconds sessions come and go uncounted, in which an adaptive K is found.
 Where one client process is the limit, --clients spreads the sessions over several.
 """
 
@@ -18,6 +19,7 @@ import asyncio
 import json
 import random
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
@@ -114,8 +116,14 @@ async def measure(
         chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
         return await clients.sessions([request(mode, p, tokens, o) for p in chosen])
 
-    await turn(0, min(WARM_UP_TOKENS, o.max_tokens))
-    turns = [await turn(number, o.max_tokens) for number in range(-(-SESSIONS // count))]
+    number, until = 0, time.monotonic() + o.settle
+    await turn(number, min(WARM_UP_TOKENS, o.max_tokens))
+    while time.monotonic() < until:
+        await turn(number := number + 1, o.max_tokens)
+    turns: list[list[Stream]] = []
+    until = time.monotonic() + o.seconds
+    while len(turns) * count < SESSIONS or time.monotonic() < until:
+        turns.append(await turn(number := number + 1, o.max_tokens))
     return cell(mode, turns, o.tau)
 
 
@@ -215,6 +223,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, help="JSON lines; unset: random token ids")
     add("--prompt-tokens", type=int, default=128, help="of random prompts")
     add("--max-tokens", type=int, default=128, help="of a session")
+    add("--settle", type=float, default=2.0, help="seconds of load before what is counted")
+    add("--seconds", type=float, default=1.0, help="of load that is counted, at least")
     add("--clients", type=int, default=1, help="processes that the sessions are spread over")
     add("--k", type=int, default=None, help="draft tokens a round; unset: adaptive")
     add("--tau", type=float, default=None, help="tokens a round to assume: synthetic")
