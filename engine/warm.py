@@ -151,13 +151,14 @@ def _launched(chunk: int, modes: Modes) -> Iterator[Shape]:
 
 
 def prompt_rows(chunk: int) -> list[int]:
-    """Sizes of chunks of up to `chunk` rows, one for each choice of tiles and of launches."""
+    """Sizes of chunks of up to `chunk` rows, one for each choice of tiles and of launches; last of
+    a chunk that stands beside blocks."""
     sizes = {5, 24, 48, chunk}
     power = 64
     while power < chunk:
         sizes |= {power, power + power // 2}
         power *= 2
-    return sorted(size for size in sizes if size <= chunk)
+    return sorted({size for size in sizes if size <= chunk} | {chunk + chunk // 4})
 
 
 def _kinds(wanted: WarmUp) -> Iterator[tuple[tuple[int, ...], bool]]:
