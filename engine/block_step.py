@@ -78,12 +78,15 @@ class BlockStepper:
 
     def shapes(self, sessions: int, tokens: int) -> list[CallShape]:
         """All that calls for up to `sessions` sessions and `tokens` tokens are run in, and greedy
-        ones of more sessions, since other kernels are compiled for many rows."""
-        counts = sorted({self._count(k) for k in range(1, tokens + 1)})
+        ones of more sessions, since other kernels are compiled for many rows. The largest come
+        first: the others find the memory that it took."""
+        counts = sorted({self._count(k) for k in range(1, tokens + 1)}, reverse=True)
         few = up_to(_BATCHES, sessions)
         many = up_to(_BATCHES, _MOST_ROWS // self._model.config.block_size)
-        found = [CallShape(b, c, f) for b in few for f in (False, True) for c in counts]
-        return found + [CallShape(b, counts[-1], False) for b in many if b > few[-1]]
+        found = [CallShape(b, counts[0], False) for b in reversed(many) if b > few[-1]]
+        return found + [
+            CallShape(b, c, f) for b in reversed(few) for f in (False, True) for c in counts
+        ]
 
     @torch.inference_mode()
     def run(self, wanted: Sequence[Wanted], chances: bool) -> list[Proposed]:

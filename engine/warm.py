@@ -9,6 +9,7 @@ Every shape here is there for one of these, or for a graph of its own.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,7 +63,7 @@ class Step(Protocol):
 def run(engine: Engine, stepper: DeviceStepper, wanted: WarmUp, chunk: int, step: Step) -> int:
     """See `Engine.warm_up`. `chunk`: most rows of a prompt in one step."""
     _check_exports(wanted.exports, engine.info.layer_count)
-    count = 0
+    count, began = 0, time.perf_counter()
     for shape in shapes(stepper, wanted, chunk, engine.rows_independent):
         if shape.start + shape.rows > engine.info.max_length:
             continue
@@ -72,10 +73,12 @@ def run(engine: Engine, stepper: DeviceStepper, wanted: WarmUp, chunk: int, step
             continue
         except torch.OutOfMemoryError:
             log.warning("no memory to meet %s before there are sessions", shape)
-            break
+            torch.cuda.empty_cache()
+            continue
         count += 1
     if engine.info.device != "cpu":
         torch.cuda.empty_cache()  # what large steps took is for whoever needs it
+    log.info("warmed %d step shapes in %.1f s", count, time.perf_counter() - began)
     return count
 
 
@@ -113,7 +116,7 @@ def _item(shape: Shape, table: PageTable) -> Item:
 def shapes(
     stepper: DeviceStepper, wanted: WarmUp, chunk: int, independent: bool
 ) -> Iterator[Shape]:
-    """What sessions meet first comes first."""
+    """Prompts, then blocks, the largest first: the others find the memory that it took."""
 
     def modes(sessions: int, rows: int) -> Sequence[bool]:
         if independent:
@@ -122,7 +125,11 @@ def shapes(
 
     yield from _launched(chunk, modes)
     held = stepper.shapes(wanted.sessions, wanted.widest)
-    for sessions, rows in held:
+    for sessions, rows in reversed(stepper.shapes(_MOST_ROWS, wanted.widest)):
+        if (sessions, rows) not in held and sessions * rows <= _MOST_ROWS:
+            for exact in modes(sessions, rows):
+                yield Shape(sessions, rows, rows, exact=exact, captured=False)
+    for sessions, rows in reversed(held):
         for exact in modes(sessions, rows):
             for taps, drafted in _kinds(wanted):
                 for filtered in (False, True):
@@ -130,10 +137,6 @@ def shapes(
                         sessions, rows, rows, filtered=filtered, exact=exact, taps=taps,
                         drafted=drafted,
                     )  # fmt: skip
-    for sessions, rows in stepper.shapes(_MOST_ROWS, wanted.widest):
-        if (sessions, rows) not in held and sessions * rows <= _MOST_ROWS:
-            for exact in modes(sessions, rows):
-                yield Shape(sessions, rows, rows, exact=exact, captured=False)
 
 
 def _launched(chunk: int, modes: Modes) -> Iterator[Shape]:

@@ -31,8 +31,7 @@ def prepared(
     """Warms the engine up where kernels are compiled, then measures it: a step that is met for the
     first time says nothing. Raises SettingRefused."""
     if settings.warm_sessions and engine.info.device != "cpu":
-        began = clock_ns()
-        count = engine.warm_up(
+        engine.warm_up(
             WarmUp(
                 sessions=max(settings.warm_sessions, *_SESSIONS),
                 widest=max(settings.max_draft_tokens + 1, *_ROWS),
@@ -40,7 +39,6 @@ def prepared(
                 apart=colocated and settings.draft_context == "own",
             )
         )
-        log.info("warmed %d step shapes in %.1f s", count, (clock_ns() - began) / 1e9)
     log.info("measuring steps")
     return tuple(measure(engine, settings.exactness == "exact", clock_ns))
 

@@ -48,9 +48,11 @@ def test_no_step_of_a_session_captures_again() -> None:
     assert once_ns_of(engine, 1, 1, taps=(3,))
 
 
-def test_no_page_is_kept() -> None:
+def test_no_page_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     engine, _ = engine_of()
-    engine.warm_up(WarmUp(sessions=8, widest=8))
+    with caplog.at_level("INFO"):
+        count = engine.warm_up(WarmUp(sessions=8, widest=8))
+    assert f"warmed {count} step shapes in " in caplog.text
     stats = engine.stats()
     assert (stats.free, stats.tables) == (stats.total, 0)
     engine.check_integrity()

@@ -88,12 +88,10 @@ class ColdEngine(TimedEngine):
         return len(self.met)
 
 
-def test_what_is_slow_once_leaves_no_point_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_slow_once_leaves_no_point_out() -> None:
     engine, settings = ColdEngine(), TargetSettings(max_draft_tokens=3, warm_taps=(1, 2))
-    with caplog.at_level("INFO"):
-        costs = prepared(engine, settings, colocated=False, clock_ns=engine.clock_ns)
+    costs = prepared(engine, settings, colocated=False, clock_ns=engine.clock_ns)
     assert len(costs) == 12 and all(cost.compute_ns < 10_000_000 for cost in costs)
-    assert "warmed 16 step shapes in 0.0 s" in caplog.text
     # The points that are measured are met, too.
     assert engine.asked == [WarmUp(sessions=8, widest=8, exports=(1, 2), apart=False)]
 
