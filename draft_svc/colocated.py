@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from draft_svc.colocated_service import ColocatedServicer
-from draft_svc.costs import first_runs, measure
+from draft_svc.costs import measure
 from draft_svc.loading import DEFAULT_DRAFT, DEFAULT_DSPARK, checkpoint_path, head_in_int8
 from draft_svc.methods.base import (
     REASON_CAPACITY,
@@ -26,6 +26,7 @@ from draft_svc.methods.base import (
 from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.dflash_context import DFlashContext
 from draft_svc.methods.dspark import DSparkMethod
+from draft_svc.methods.first_runs import first_runs
 from draft_svc.metrics import Metrics
 from draft_svc.service import SERVICE_NAME
 from engine.api import Ask, Proposed, Sampling
@@ -127,7 +128,7 @@ class BlockDrafter:
             self.method,
             memory,
         )
-        self._model, self._compiles = loaded.model, loaded.stepper is not None
+        self._model, self._stepper = loaded.model, loaded.stepper
         self._scratch_slot = handles.scratch_slot
         kind = DSparkMethod if self.method == "dspark" else DFlashMethod
         self._method = kind(
@@ -143,8 +144,9 @@ class BlockDrafter:
     def warm_up(self) -> None:
         info = self._method.info
         tokens, longest = info.max_draft_tokens, min(info.max_length_tokens, self._longest)
-        if self._compiles:
-            first_runs(self._method, self._filled, tokens, longest)
+        stepper, sessions = self._stepper, self._settings.warm_sessions
+        if stepper is not None and sessions and self._model.device.type == "cuda":
+            first_runs(self._method, self._filled, stepper.shapes(sessions, tokens))
         costs = measure(self._method, self._filled, tokens=tokens, max_length=longest)
         self._info = replace(info, costs=costs)
 

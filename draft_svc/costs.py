@@ -50,20 +50,6 @@ def measure(
     return tuple(costs)
 
 
-def first_runs(method: AnyMethod, fill: Filler, tokens: int, max_length: int) -> None:
-    """Proposals in every shape that `measure` takes the time of, for kernels that are compiled when
-    they are first met."""
-    length = min(SHORT_TOKENS, max_length - tokens - 1)
-    if length < 2:
-        return
-    contexts = fill(max(_SESSIONS), length)
-    for sessions in _SESSIONS:
-        for wanted in sorted({1, tokens}):
-            method.propose([Request(context, wanted) for context in contexts[:sessions]])
-    for context in contexts:
-        method.close(context)
-
-
 def _best_ns(
     method: AnyMethod,
     requests: Sequence[Request[object]],

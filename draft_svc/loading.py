@@ -100,6 +100,7 @@ def _draft_model(settings: DraftSettings, _: Target) -> AnyMethod:
         tokenizer_hash=_tokenizer_of_pair(document, tokens, settings.target),
         known_ids=max(tokens, default=-1) + 1,
         chunk_tokens=settings.prefill_chunk_tokens,
+        warm_sessions=settings.warm_sessions,
     )
 
 
@@ -129,12 +130,14 @@ def _block_drafter(
     method: type[DFlashMethod], path: Path, target: DraftTarget, settings: DraftSettings
 ) -> AnyMethod:
     options = _options(settings, path, target, method.name)
+    on_gpu = options.device.type == "cuda"
     return method(
         load_draft(path, target, options, method.name),
         max_draft_tokens=settings.max_draft_tokens,
         max_length=settings.max_length,
         tokenizer_hash=tokenizer_hash(tokenizer_document(settings.target)),
         confidences=settings.confidences,
+        warm_sessions=settings.warm_sessions if on_gpu else 0,
     )
 
 

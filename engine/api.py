@@ -171,6 +171,22 @@ def nothing() -> None:
     """For whoever need not be told."""
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What is worth meeting before there are sessions.
+
+    sessions  graphs are captured of steps of up to so many; for more, kernels are compiled
+    widest    most rows of a session's block
+    exports   layers whose rows sessions will ask for, as `Item.taps`: graphs of such steps too
+    apart     a co-located drafter keeps no context for some sessions
+    """
+
+    sessions: int
+    widest: int
+    exports: tuple[int, ...] = ()
+    apart: bool = False
+
+
 class Engine(Protocol):
     """A loaded target model with its pages. Not thread-safe: one thread calls it."""
 
@@ -212,6 +228,13 @@ class Engine(Protocol):
     def once_ns(self) -> int:
         """Nanoseconds that steps took so far for what they need not do again, such as the capture
         of a graph when a shape is first met."""
+        ...
+
+    def warm_up(self, wanted: WarmUp) -> int:
+        """Runs what compiles kernels and captures graphs, before there are sessions, and returns
+        how many shapes of steps: 0 where nothing is made when it is first met. What there is no
+        room for is left out; no pages are kept. Raises SettingRefused for layers that are not
+        there."""
         ...
 
     def stats(self) -> PoolStats: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from engine.attention.base import DeviceAttention, Span
 from engine.batch import slots_of
 from engine.device_draw import DeviceDrawer
 from engine.draw_rows import DRAW_WORDS, DrawRows, DrawWords
-from engine.graphs import StepGraphs
+from engine.graphs import StepGraphs, up_to
 from engine.models.dflash import Block, DFlashModel, SlotDraws
 from engine.models.layers import Rows
 from engine.sampling import filters
@@ -28,6 +28,8 @@ from engine.step_words import StepWords
 # Shapes of the graphs: a call takes the smallest that holds it.
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _COUNTS = (1, 2, 4)
+# Calls of more rows are not met before there are sessions.
+_MOST_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,14 @@ class _Drawn:
     plan: Any
 
 
+class CallShape(NamedTuple):
+    """`slots` of each of `blocks` propose, some of them with filters where it is `filtered`."""
+
+    blocks: int
+    slots: int
+    filtered: bool
+
+
 class BlockStepper:
     """Proposes for the blocks of many sessions with a draft that runs Triton's kernels."""
 
@@ -65,6 +75,18 @@ class BlockStepper:
     def once_ns(self) -> int:
         """Nanoseconds so far that captures of graphs took."""
         return self._graphs.spent_ns
+
+    def shapes(self, sessions: int, tokens: int) -> list[CallShape]:
+        """All that calls for up to `sessions` sessions and `tokens` tokens are run in, and greedy
+        ones of more sessions, since other kernels are compiled for many rows. The largest come
+        first: the others find the memory that it took."""
+        counts = sorted({self._count(k) for k in range(1, tokens + 1)}, reverse=True)
+        few = up_to(_BATCHES, sessions)
+        many = up_to(_BATCHES, _MOST_ROWS // self._model.config.block_size)
+        found = [CallShape(b, counts[0], False) for b in reversed(many) if b > few[-1]]
+        return found + [
+            CallShape(b, c, f) for b in reversed(few) for f in (False, True) for c in counts
+        ]
 
     @torch.inference_mode()
     def run(self, wanted: Sequence[Wanted], chances: bool) -> list[Proposed]:
@@ -109,11 +131,15 @@ class BlockStepper:
     # -- the words of a call ---------------------------------------------------------------------
 
     def _shape(self, wanted: Sequence[Wanted]) -> tuple[int, int]:
-        widest, most = max(own.k for own in wanted), self._model.max_draft_tokens
-        count = min(next((c for c in _COUNTS if c >= widest), most), most)
+        count = self._count(max(own.k for own in wanted))
         if not self.fixed:
             return len(wanted), count
         return next(size for size in _BATCHES if size >= len(wanted)), count
+
+    def _count(self, k: int) -> int:
+        """Slots that propose where that many tokens are wanted."""
+        most = self._model.max_draft_tokens
+        return min(next((c for c in _COUNTS if c >= k), most), most)
 
     def _words_of(self, batch: int, count: int) -> StepWords:
         if not self.fixed:

@@ -52,6 +52,7 @@ class DrafterSettings:
     max_draft_tokens: int = 7
     max_length: int | None = None
     confidences: bool = False
+    warm_sessions: int = 8
 
 
 @dataclass(frozen=True, slots=True)

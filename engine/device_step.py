@@ -21,7 +21,7 @@ from engine.block_words import BlockWords
 from engine.choose import Chosen, choose, draws_of, matched, plain
 from engine.colocated import Beside
 from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawRows, write_draws
-from engine.graphs import StepGraphs
+from engine.graphs import StepGraphs, up_to
 from engine.kv.cache import PagedCache
 from engine.models.family import Model
 from engine.models.layers import Kernels, Rows
@@ -76,6 +76,17 @@ class DeviceStepper:
         """See `Engine.once_ns`."""
         return self._graphs.spent_ns
 
+    def shapes(self, most: int, widest: int) -> list[tuple[int, int]]:
+        """Sessions and rows of each of the shapes that hold steps of up to `most` sessions with up
+        to `widest` rows; none where the attention's metadata has no fixed form."""
+        if not isinstance(self._backend, DeviceAttention):
+            return []
+        return [(b, w) for b in up_to(_BATCHES, most) for w in up_to(_WIDTHS, widest)]
+
+    def loose(self, rows: int) -> bool:
+        """Whether a step of so many rows runs other kernels where none of them need be exact."""
+        return self._model.kernels.loose(rows) is not None
+
     def run(
         self,
         items: Sequence[Item],
@@ -84,12 +95,14 @@ class DeviceStepper:
         tap_dtype: torch.dtype,
         beside: Beside | None = None,
         launched: Callable[[], None] = nothing,
+        capture: bool = True,
     ) -> Ran:
-        """`launched` is called before the device is waited for."""
+        """`launched` is called before the device is waited for; without `capture` no graph is
+        captured."""
         if not minimum and tap_dtype is torch.bfloat16:
             words = self._block_words(items)
             if words is not None:
-                return self._run_blocks(items, words, taps, beside, launched)
+                return self._run_blocks(items, words, taps, beside, launched, capture)
         packed = pack(items, self._cache.geometry.page_tokens, minimum, self._scratch_slot)
         draws = [draw for item in items for draw in draws_of(item)]
         at_once = self._drawer.fused and all(plain(item) for item in items)
@@ -193,6 +206,7 @@ class DeviceStepper:
         taps: tuple[int, ...],
         beside: Beside | None,
         launched: Callable[[], None],
+        capture: bool,
     ) -> Ran:
         placed = words.fill(items)
         at_once = self._drawer.fused and all(plain(item) for item in items)
@@ -211,7 +225,7 @@ class DeviceStepper:
 
         self._export.hold()
         key = words.rows, words.width, taps, at_once, filtered, kernels is None
-        outputs = self._graphs.run(key, body)
+        outputs = self._graphs.run(key, body, capture)
         if self._over is not None:
             self._over.record()
         used = len(items) * words.width

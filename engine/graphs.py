@@ -18,6 +18,11 @@ T = TypeVar("T")
 _WARM_UP = 2
 
 
+def up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Of rising `sizes` those that are taken for 1 to `most`."""
+    return tuple(size for size, below in zip(sizes, (0, *sizes), strict=False) if below < most)
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured(Generic[T]):
     graph: Any
@@ -39,12 +44,13 @@ class StepGraphs(Generic[T]):
         # Nanoseconds that captures took so far.
         self.spent_ns = 0
 
-    def run(self, key: Hashable, body: Callable[[], T]) -> T:
-        """What `body` returns, by replay; `key` stands for all that shapes it."""
-        if not self.enabled:
-            return body()
+    def run(self, key: Hashable, body: Callable[[], T], capture: bool = True) -> T:
+        """What `body` returns, by replay; `key` stands for all that shapes it. Without `capture` a
+        shape that is met for the first time is only run."""
         known = self._captured.get(key)
         if known is None:
+            if not self.enabled or not capture:
+                return body()
             known = self._captured[key] = self._capture(key, body)
         known.graph.replay()
         return known.outputs

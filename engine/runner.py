@@ -10,8 +10,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine import selftest
-from engine.api import Drafter, Item, ItemResult, ModelInfo, TokenLogprobs, nothing
+from engine import selftest, warm
+from engine.api import Drafter, Item, ItemResult, ModelInfo, TokenLogprobs, WarmUp, nothing
 from engine.attention.base import AttentionBackend
 from engine.attention.report import AttentionReport
 from engine.batch import Packed, Placed, pack
@@ -108,25 +108,46 @@ class NativeEngine:
     def check_integrity(self) -> None:
         self._pool.check_integrity()
 
-    @torch.inference_mode()
+    def warm_up(self, wanted: WarmUp) -> int:
+        if self._stepper is None:
+            return 0
+        return warm.run(self, self._stepper, wanted, self._config.prefill_chunk, self._step)
+
     def step(
         self, items: Sequence[Item], launched: Callable[[], None] = nothing
     ) -> list[ItemResult]:
+        return self._step(items, launched)
+
+    @torch.inference_mode()
+    def _step(
+        self,
+        items: Sequence[Item],
+        launched: Callable[[], None] = nothing,
+        capture: bool = True,
+    ) -> list[ItemResult]:
+        """`step`; without `capture` of a graph where it meets a new shape."""
         for item in items:
             table, start = item.table, item.start
             table.truncate(start)
             table.reserve(start + len(item.ids))
         self._memory.copy_pages()
         if self._independent or not any(item.exact for item in items):
-            return self._run(items, 0, launched)
+            return self._run(items, 0, launched, capture)
         # Rows depend on their neighbours here: an exact item runs alone, at a width that does not
         # depend on k.
-        mixed = iter(self._run([item for item in items if not item.exact], 0, launched))
+        loose = [item for item in items if not item.exact]
+        mixed = iter(self._run(loose, 0, launched, capture))
         width = self._config.exact_width
-        return [self._run([i], width, launched)[0] if i.exact else next(mixed) for i in items]
+        return [
+            self._run([i], width, launched, capture)[0] if i.exact else next(mixed) for i in items
+        ]
 
     def _run(
-        self, items: Sequence[Item], minimum: int, launched: Callable[[], None]
+        self,
+        items: Sequence[Item],
+        minimum: int,
+        launched: Callable[[], None],
+        capture: bool,
     ) -> list[ItemResult]:
         if not items:
             return []
@@ -139,7 +160,7 @@ class NativeEngine:
         taps = tuple(sorted(last.union(drafter_taps, *(item.taps for item in items))))
         tap_dtype = torch.float32 if scored else torch.bfloat16
         if self._stepper is not None:
-            ran = self._stepper.run(items, minimum, taps, tap_dtype, beside, launched)
+            ran = self._stepper.run(items, minimum, taps, tap_dtype, beside, launched, capture)
             return self._results(ran.placed, ran.chosen, taps, ran.tap_rows, ran.written)
         packed = pack(items, self._config.page_tokens, minimum, self._scratch_slot)
         rows = self._rows(packed)

@@ -45,6 +45,14 @@ class EngineSettings(BaseModel):
     prefill_chunk_tokens: int = Field(
         256, ge=1, description="prompt tokens that one step runs beside those of other sessions"
     )
+    warm_sessions: int = Field(
+        8,
+        ge=0,
+        le=128,
+        description="sessions at once up to which every shape of a step is met before the service "
+        "says that it serves, on a GPU: kernels compiled, graphs captured; 0: each when a session "
+        "first meets it",
+    )
 
     def engine_config(
         self, model: str, role: Literal["target", "draft"] = "target"

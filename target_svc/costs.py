@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.api import Engine, Item, Sampling
+from engine.api import Engine, Item, Sampling, WarmUp
 from engine.errors import OutOfPages
 from specwire.v1 import common_pb2
+from target_svc.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,27 @@ SHORT_TOKENS, LONG_TOKENS = 64, 1024
 _REPEATS = 2
 # No new point begins after this; a slow engine says less about itself.
 BUDGET_S = 0.8
+
+
+def prepared(
+    engine: Engine,
+    settings: TargetSettings,
+    colocated: bool,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> tuple[common_pb2.StepCost, ...]:
+    """Warms the engine up where kernels are compiled, then measures it: a step that is met for the
+    first time says nothing. Raises SettingRefused."""
+    if settings.warm_sessions and engine.info.device != "cpu":
+        engine.warm_up(
+            WarmUp(
+                sessions=max(settings.warm_sessions, *_SESSIONS),
+                widest=max(settings.max_draft_tokens + 1, *_ROWS),
+                exports=settings.warm_taps,
+                apart=colocated and settings.draft_context == "own",
+            )
+        )
+    log.info("measuring steps")
+    return tuple(measure(engine, settings.exactness == "exact", clock_ns))
 
 
 def measure(

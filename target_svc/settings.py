@@ -97,6 +97,11 @@ class TargetSettings(EngineSettings, ServiceSettings):
         description="whose steps write the draft's context: all sessions', so that every cached "
         "prefix has it, or those that were opened for it",
     )
+    warm_taps: tuple[int, ...] = Field(
+        (),
+        description="layers whose rows draft services will ask for: with warm_sessions, graphs of "
+        "steps that send them too",
+    )
     drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus metrics; 0: off")
@@ -119,4 +124,5 @@ class TargetSettings(EngineSettings, ServiceSettings):
             max_draft_tokens=self.draft_max_tokens,
             max_length=self.draft_max_length,
             confidences=self.draft_confidences,
+            warm_sessions=self.warm_sessions,
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from draft_svc.context_names import ContextNames
-from draft_svc.costs import first_runs, measure
+from draft_svc.costs import measure
 from draft_svc.methods.base import (
     REASON_CAPACITY,
     REASON_CATCHING_UP,
@@ -28,6 +28,7 @@ from draft_svc.methods.base import (
 )
 from draft_svc.methods.dflash_context import DFlashContext, nonempty
 from draft_svc.methods.dflash_info import info_of
+from draft_svc.methods.first_runs import first_runs
 from draft_svc.methods.host_draws import draft_on_host
 from engine.api import Sampling
 from engine.block_step import Wanted
@@ -37,6 +38,7 @@ from engine.kv.prefix import chain_root
 from engine.models.dflash import Block
 from engine.models.draft_context import ContextRows
 from engine.models.draft_loading import LoadedDraft
+from engine.warm import prompt_rows
 
 # Rows that one forward writes at most.
 _FORWARD_ROWS = 512
@@ -55,9 +57,11 @@ class DFlashMethod(Method[DFlashContext]):
         max_length: int | None,
         tokenizer_hash: str,
         confidences: bool = True,
+        warm_sessions: int = 0,
     ) -> None:
+        """`warm_sessions`: at so many at once nobody waits for what is met for the first time."""
         self._model, self._confidences = loaded.model, confidences
-        self._stepper = loaded.stepper
+        self._stepper, self._warm_sessions = loaded.stepper, warm_sessions
         config = loaded.model.config
         self._unwritten: dict[DFlashContext, None] = {}
         self._names = ContextNames(loaded.model.pool.page_tokens)
@@ -214,8 +218,9 @@ class DFlashMethod(Method[DFlashContext]):
         """Packs, plans, compiles and allocates what the first session would wait for, and
         measures."""
         info = self._info
-        if self._stepper is not None:
-            first_runs(self, self._filled, info.max_draft_tokens, self._max_length)
+        if self._stepper is not None and self._warm_sessions:
+            shapes = self._stepper.shapes(self._warm_sessions, info.max_draft_tokens)
+            first_runs(self, self._filled, shapes, prompt_rows(_FORWARD_ROWS))
         costs = measure(
             self, self._filled, tokens=info.max_draft_tokens, max_length=self._max_length
         )

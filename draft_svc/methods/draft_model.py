@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from draft_svc.costs import first_runs, measure
+from draft_svc.costs import measure
 from draft_svc.gain import Average
 from draft_svc.methods.base import (
     REASON_CAPACITY,
@@ -25,7 +25,7 @@ from draft_svc.methods.base import (
     RowBlock,
 )
 from draft_svc.methods.draft_model_context import CatchUp, DraftModelContext
-from engine.api import Engine, Item, Sampling
+from engine.api import Engine, Item, Sampling, WarmUp
 from engine.kv.pool import PoolStats
 from engine.kv.prefix import chain_root
 
@@ -46,10 +46,12 @@ class DraftModelMethod(Method[DraftModelContext]):
         tokenizer_hash: str,
         known_ids: int = 0,
         chunk_tokens: int = 128,
+        warm_sessions: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model = engine.info
         self._engine, self._chunk_tokens = engine, chunk_tokens
+        self._warm_sessions = warm_sessions
         self._known_ids = min(known_ids or model.vocab_size, model.vocab_size)
         self._clock, self._step_s = clock, Average()
         self._page_tokens, self._max_length = engine.attention.page_tokens, model.max_length
@@ -188,8 +190,9 @@ class DraftModelMethod(Method[DraftModelContext]):
 
     def warm_up(self) -> None:
         tokens, longest = self._info.max_draft_tokens, self._info.max_length_tokens
-        if self._info.device != "cpu":  # kernels are compiled there
-            first_runs(self, self._filled, tokens, longest)
+        if self._warm_sessions and self._info.device != "cpu":  # kernels are compiled there
+            # Its blocks are single tokens; what is committed comes as a prompt does.
+            self._engine.warm_up(WarmUp(self._warm_sessions, widest=1))
         costs = measure(self, self._filled, tokens=tokens, max_length=longest)
         self._info = replace(self._info, costs=costs)
 

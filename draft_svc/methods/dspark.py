@@ -38,6 +38,7 @@ class DSparkMethod(DFlashMethod):
         max_length: int | None,
         tokenizer_hash: str,
         confidences: bool = True,
+        warm_sessions: int = 0,
     ) -> None:
         super().__init__(
             loaded,
@@ -45,6 +46,7 @@ class DSparkMethod(DFlashMethod):
             max_length=max_length,
             tokenizer_hash=tokenizer_hash,
             confidences=confidences,
+            warm_sessions=warm_sessions,
         )
         assert isinstance(loaded.model, DSparkModel)
         self._dspark, markov = loaded.model, loaded.model.config.markov

@@ -159,7 +159,7 @@ def in_both_places(kv: str) -> None:
     with checkpoints(ONE_DSPARK) as (target, draft):
         engine, drafter = colocated(target, draft, "dspark", kv, **TRITON)
         report = drafter._model.attention
-        assert drafter._group.kind is KVGroup.SAME_CACHE and drafter._compiles
+        assert drafter._group.kind is KVGroup.SAME_CACHE and drafter._stepper is not None
         assert (report.policy, report.chosen) == ("inherit", "TRITON_MLA")
         assert report.kv_bytes_per_token == 2 * BYTES[kv]
         assert engine.attention.kv_dtype == report.kv_dtype

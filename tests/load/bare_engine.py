@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from engine.api import Item, ItemResult, ModelInfo, nothing
+from engine.api import Item, ItemResult, ModelInfo, WarmUp, nothing
 from engine.attention.report import AttentionReport, Candidate
 from engine.kv.pool import PagePool, PageTable, PoolStats
 from tests.load.free_model import HIDDEN, LAYERS, MAX_LENGTH, PAGE_TOKENS
@@ -46,6 +46,9 @@ class BareEngine:
 
     def stats(self) -> PoolStats:
         return self._pool.stats()
+
+    def warm_up(self, wanted: WarmUp) -> int:
+        return 0
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()

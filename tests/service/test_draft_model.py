@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from draft_svc.methods.base import (
 )
 from draft_svc.methods.draft_model import DraftModelContext, DraftModelMethod
 from draft_svc.settings import DraftSettings
-from engine.api import Item, ItemResult, Sampling
+from engine.api import Item, ItemResult, Sampling, WarmUp
 from engine.default_model import tokenizer_document, tokenizer_hash
 from engine.runner import NativeEngine
 from specwire.errors import Reason, SpecwireError
@@ -239,6 +240,20 @@ def test_what_is_spent_once_makes_no_step_look_slow(
     soon = Request(context, 2, now[0] + 0.01)
     assert len(method.propose([soon])[0].ids) == 2
     method.close(context)
+
+
+@pytest.mark.parametrize(("device", "sessions"), [("cuda:0", 4), ("cuda:0", 0), ("cpu", 4)])
+def test_what_is_compiled_is_met_before_it_is_measured(
+    device: str, sessions: int, monkeypatch: pytest.MonkeyPatch, engine: NativeEngine
+) -> None:
+    met: list[WarmUp | str] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "_info", replace(engine.info, device=device))
+    monkeypatch.setattr(type(engine), "warm_up", lambda _, wanted: met.append(wanted) or 1)
+    monkeypatch.setattr(engine, "step", lambda items: met.append("step") or step(items))
+    make(engine, warm_sessions=sessions).warm_up()
+    expected = WarmUp(sessions=4, widest=1) if device != "cpu" and sessions else "step"
+    assert met[0] == expected and set(met[1:]) == {"step"}
 
 
 def test_pages_that_are_short_cost_proposals_only(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from coordinator.costs import from_wire
-from engine.api import nothing
+from engine.api import WarmUp, nothing
 from specwire.v1 import target_pb2, target_pb2_grpc
 from target_svc.app import Loaded, TargetApp
-from target_svc.costs import BUDGET_S, measure
+from target_svc.costs import BUDGET_S, measure, prepared
 from target_svc.settings import TargetSettings
 from tests.service.toy_engine import ToyEngine
 
@@ -61,6 +64,58 @@ def test_a_slow_engine_stops_in_time() -> None:
     found = measure(engine, True, engine.clock_ns)
     assert 0 < len(found) < 4
     assert engine.now_ns < (BUDGET_S + 1.3) * 1e9
+
+
+class ColdEngine(TimedEngine):
+    """On a GPU: the first step of a shape takes two seconds more."""
+
+    def __init__(self, device: str = "cuda:0 of its own") -> None:
+        super().__init__(pages=200)
+        self.info = replace(self.info, device=device)
+        self.met: set[tuple[int, int]] = set()
+        self.asked: list[WarmUp] = []
+
+    def step(self, items: Any, launched: Any = nothing) -> Any:
+        shape = len(items), len(items[0].ids)
+        if shape not in self.met:
+            self.met.add(shape)
+            self.now_ns += 2_000_000_000
+        return super().step(items, launched)
+
+    def warm_up(self, wanted: WarmUp) -> int:
+        self.asked.append(wanted)
+        self.met |= set(product((1, 2, 4, 8), (1, 2, 4, 8)))
+        return len(self.met)
+
+
+def test_what_is_slow_once_leaves_no_point_out() -> None:
+    engine, settings = ColdEngine(), TargetSettings(max_draft_tokens=3, warm_taps=(1, 2))
+    costs = prepared(engine, settings, colocated=False, clock_ns=engine.clock_ns)
+    assert len(costs) == 12 and all(cost.compute_ns < 10_000_000 for cost in costs)
+    # The points that are measured are met, too.
+    assert engine.asked == [WarmUp(sessions=8, widest=8, exports=(1, 2), apart=False)]
+
+
+@pytest.mark.parametrize(
+    ("device", "options"), [("cpu", {}), ("cuda:0 of its own", {"warm_sessions": 0})]
+)
+def test_nothing_is_run_on_a_cpu_or_where_it_is_switched_off(
+    device: str, options: dict[str, int]
+) -> None:
+    engine = ColdEngine(device)
+    costs = prepared(engine, TargetSettings(**options), False, engine.clock_ns)
+    assert not engine.asked and 0 < len(costs) < 12
+
+
+def test_sessions_that_are_not_drafted_for_are_thought_of() -> None:
+    for colocated, context, apart in (
+        (True, "own", True),
+        (True, "all", False),
+        (False, "own", False),
+    ):
+        engine, settings = ColdEngine(), TargetSettings(draft_context=context)
+        prepared(engine, settings, colocated, engine.clock_ns)
+        assert engine.asked[0].apart == apart
 
 
 async def test_what_was_measured_is_said(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.api import Item, ItemResult, ModelInfo, Sampling, TokenLogprobs, nothing
+from engine.api import Item, ItemResult, ModelInfo, Sampling, TokenLogprobs, WarmUp, nothing
 from engine.attention.report import AttentionReport, Candidate
 from engine.kv.pool import PagePool, PageTable, PoolStats
 
@@ -114,6 +114,9 @@ class ToyEngine:
 
     def stats(self) -> PoolStats:
         return self.pool.stats()
+
+    def warm_up(self, wanted: WarmUp) -> int:
+        return 0
 
     def check_integrity(self) -> None:
         self.pool.check_integrity()

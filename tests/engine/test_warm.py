@@ -1,0 +1,145 @@
+"""What an engine meets before there are sessions: nobody waits for it again, no page is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import warm
+from engine.api import Item, Sampling, WarmUp
+from engine.errors import SettingRefused
+from engine.graphs import up_to
+from tests.engine import interpreted
+from tests.engine.fake_graphs import FakeGraphs
+from tests.load.free_model import LAYERS, FreeEngine
+
+GREEDY, FILTERED = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=3, top_k=9)
+
+
+def engine_of(sessions: int = 8) -> tuple[FreeEngine, FakeGraphs]:
+    engine, graphs = FreeEngine(sessions), FakeGraphs()
+    assert engine._stepper is not None
+    engine._stepper._graphs = graphs
+    return engine, graphs
+
+
+def once_ns_of(engine: FreeEngine, sessions: int, rows: int, **options: object) -> int:
+    """What a step of that shape takes once."""
+    tables = [engine.allocate(40 + rows) for _ in range(sessions)]
+    for table in tables:
+        table.length = 40
+    before = engine.once_ns
+    engine.step([Item(table, [5] * rows, 40, rows, **options) for table in tables])  # type: ignore[arg-type]
+    for table in tables:
+        table.free()
+    return engine.once_ns - before
+
+
+def test_no_step_of_a_session_captures_again() -> None:
+    engine, graphs = engine_of()
+    count = engine.warm_up(WarmUp(sessions=3, widest=6, exports=(1, 2)))
+    assert count > len(graphs.keys) == len(set(graphs.keys)) == 3 * 4 * 2 * 2
+    for sessions in (1, 2, 3, 4):
+        for rows in range(1, 9):
+            for sampling in (GREEDY, FILTERED):
+                for taps in ((), (1, 2)):
+                    found = once_ns_of(engine, sessions, rows, sampling=sampling, taps=taps)
+                    assert found == 0, (sessions, rows, sampling, taps)
+    assert once_ns_of(engine, 5, 1) and once_ns_of(engine, 1, 9)
+    assert once_ns_of(engine, 1, 1, taps=(3,))
+
+
+def test_no_page_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = engine_of()
+    with caplog.at_level("INFO"):
+        count = engine.warm_up(WarmUp(sessions=8, widest=8))
+    assert f"warmed {count} step shapes in " in caplog.text
+    stats = engine.stats()
+    assert (stats.free, stats.tables) == (stats.total, 0)
+    engine.check_integrity()
+
+
+def test_what_has_no_pages_is_left_out() -> None:
+    engine, graphs = engine_of()
+    whole = engine.warm_up(WarmUp(sessions=4, widest=2))
+    few, few_graphs = engine_of()
+    held = few.allocate((few.stats().total - 3) * 16)
+    assert 0 < few.warm_up(WarmUp(sessions=4, widest=2)) < whole
+    # Three sessions find pages, but there is no graph of three.
+    assert {key[0] for key in few_graphs.keys} == {1, 2, 4} < {key[0] for key in graphs.keys}  # type: ignore[index]
+    held.free()
+    none, graphs = engine_of()
+    held = none.allocate(none.stats().total * 16)
+    assert none.warm_up(WarmUp(sessions=4, widest=2)) == 0 and not graphs.keys
+    held.free()
+    none.check_integrity()
+
+
+def test_more_sessions_are_compiled_for_but_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, graphs = engine_of(64)
+    run: list[tuple[int, int, bool]] = []
+    plain = engine._step
+
+    def step(items, launched=None, capture=True):  # type: ignore[no-untyped-def]
+        run.append((len(items), len(items[0].ids), capture))
+        return plain(items, capture=capture)
+
+    monkeypatch.setattr(engine, "_step", step)
+    engine.warm_up(WarmUp(sessions=2, widest=4))
+    assert {(n, rows) for n, rows, capture in run if not capture} == {
+        (n, rows) for n in (4, 8, 16, 24, 32, 48, 64) for rows in (1, 2, 4)
+    } | {(96, 1), (96, 2), (96, 4), (128, 1), (128, 2), (128, 4)}
+    assert {key[0] for key in graphs.keys} == {1, 2, 4, 8}  # type: ignore[index]
+
+
+def test_sessions_that_are_not_drafted_for_have_graphs_of_their_own() -> None:
+    wanted = WarmUp(sessions=1, widest=1, exports=(0, 1), apart=True)
+    assert list(warm._kinds(wanted)) == [((), True), ((0, 1), True), ((), False), ((0, 1), False)]
+    assert list(warm._kinds(WarmUp(1, 1))) == [((), True)]
+
+
+@pytest.mark.parametrize(("independent", "modes"), [(True, {True}), (False, {False})])
+def test_what_need_not_be_exact_runs_where_other_kernels_do(
+    independent: bool, modes: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact sessions run alone where rows depend on each other, and their blocks are prompts."""
+    stepper = engine_of()[0]._stepper
+    assert stepper is not None
+    monkeypatch.setattr(type(stepper), "loose", lambda _, rows: rows >= 64)
+    found: dict[tuple[int, int], set[bool]] = {}
+    for shape in warm.shapes(stepper, WarmUp(sessions=8, widest=8), 64, independent):
+        if shape.draws == shape.rows and shape.captured:
+            found.setdefault((shape.sessions, shape.rows), set()).add(shape.exact)
+    assert found.pop((8, 8)) == modes | {False}
+    alone = [found.pop((1, rows)) for rows in (1, 2, 4, 8)]
+    assert alone == [{True} if independent else {True, False}] * 4
+    assert all(own == modes for own in found.values()) and len(found) == 11
+
+
+def test_an_engine_without_graphs_or_kernels_of_its_own_runs_nothing() -> None:
+    engine, _ = engine_of()
+    engine._stepper = None
+    assert engine.warm_up(WarmUp(sessions=8, widest=8)) == 0 and engine.steps == 0
+
+
+@pytest.mark.parametrize("layers", [(LAYERS,), (2, 1), (1, 1), (-1,)])
+def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...]) -> None:
+    engine, _ = engine_of()
+    with pytest.raises(SettingRefused, match=f"warm_taps.*layers 0 to {LAYERS - 1}, rising"):
+        engine.warm_up(WarmUp(sessions=1, widest=1, exports=layers))
+
+
+def test_chunks_cover_every_size_of_tiles() -> None:
+    assert warm.prompt_rows(256) == [5, 24, 48, 64, 96, 128, 192, 256, 320]
+    assert warm.prompt_rows(16) == [5, 16, 20]
+    assert warm.prompt_rows(1) == [1]
+
+
+def test_sizes_that_are_taken() -> None:
+    assert up_to((1, 2, 4, 8), 3) == (1, 2, 4) and up_to((1, 2, 4, 8), 4) == (1, 2, 4)
+    assert up_to((1, 2), 9) == (1, 2) and up_to((1, 2), 0) == ()
+
+
+@pytest.mark.timeout(300)
+def test_kernels_under_the_interpreter() -> None:
+    """Real kernels and drafts; `warm_checks` says what of them."""
+    assert not any(interpreted.run("tests.engine.warm_checks").values())
