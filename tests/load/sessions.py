@@ -7,9 +7,9 @@ Few sessions are measured several times, with other prompts, so that a figure is
 them at least. Only the time between the last session's first token and the first session's end
 counts, so every figure is about N sessions at once. `--tau` is for drafts that accept nothing, such
 as random ones: the time of a round is measured, and the tokens a second are what it would give with
-that many a round. They are marked `synthetic`. A run of its own warms every mode and count up, and for
---settle seconds sessions come and go uncounted, in which an adaptive K is found.
-Where one client process is the limit, --clients spreads the sessions over several.
+that many a round. They are marked `synthetic`. A run of its own warms every mode and count up, and
+sessions come and go uncounted for --settle seconds, in which an adaptive K is found. Where one
+client process is the limit, --clients spreads the sessions over several.
 """
 
 from __future__ import annotations
