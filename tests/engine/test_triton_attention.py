@@ -13,11 +13,13 @@ from engine.attention.kernels.schedule import HEADER, RECORD, Schedule, Tiles, t
 from engine.kv.pool import PagePool
 from tests.engine import interpreted
 
+SMALL = Tiles(16, 16, 8, 4, 2)
 CHECKS = [
     "check_all_modes_match_fp64",
     "check_dtypes_and_head_sizes",
     "check_rows_stand_alone",
     "check_tiles_of_few_rows",
+    "check_parts_of_every_size",
     "check_few_rows_are_tried",
     "check_words_are_refilled",
     "check_lse_over_shards",
@@ -58,7 +60,7 @@ def test_every_key_is_shared_out_once(seed: int) -> None:
     promised for the capacities, and the table holds the pages."""
     rng = random.Random(seed)
     group = rng.choice([1, 3, 4, 8])
-    tiles = rng.choice([Tiles(16, 16, 4, 4, 2), tiles_for(group, 64, True)])
+    tiles = rng.choice([SMALL, tiles_for(group, 64, True)])
     schedule = Schedule(tiles, group, rng.choice([4, 40, 1000]), rng.choice([3, 50, 5000]))
     width, capacity = rng.choice([0, 1, 8]), rng.randint(1, 12)
     longest = rng.choice([100, 1000, 5000])
@@ -97,7 +99,7 @@ def test_every_key_is_shared_out_once(seed: int) -> None:
         assert [slot for _, _, slot in parts] == list(range(base, base + len(parts)))
         record = by_base.pop((base, tile))
         assert record[2:6] == [chunk // parts[0][1], span.start, span.row_count, span.first_row]
-        assert parts[0][1] in (tiles.keys, chunk)
+        assert parts[0][1] in (tiles.keys, tiles.keys * tiles.bundle, chunk)
         slots += [slot for _, _, slot in parts]
     assert not by_base and sorted(slots) == list(range(len(slots)))
     assert len(slots) <= min(records, schedule.slots)
@@ -112,7 +114,7 @@ def test_one_span_is_shared_out_as_among_many(seed: int) -> None:
     """The short way of a single span gives the words of the general one."""
     rng = random.Random(seed)
     schedule = Schedule(
-        rng.choice([Tiles(16, 16, 4, 4, 2), tiles_for(3, 64, True)]),
+        rng.choice([SMALL, tiles_for(3, 64, True)]),
         rng.choice([1, 3, 8]),
         rng.choice([4, 40, 1000]),
         rng.choice([3, 50, 5000]),
@@ -126,3 +128,36 @@ def test_one_span_is_shared_out_as_among_many(seed: int) -> None:
     schedule.fill_one(one, span, capacity, pages, 16)
     schedule.fill_many(many, [span], capacity, pages, 16)
     assert one.tolist() == many.tolist()
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_size_of_parts_on_an_h200(width: int) -> None:
+    """Keys of a part of a model of 32 query heads over 8 KV heads of 128, by context, for 1, 8 and
+    32 sessions: small ones where there would be too few programs, large ones where enough."""
+    wanted = {
+        1024: [64, 256, 1024],
+        4096: [256, 1024, 1024],
+        8192: [256, 1024, 1024],
+        32768: [1024, 1024, 1024],
+    }
+    tiles = tiles_for(4, 128, half=True)
+    schedule = Schedule(tiles, 4, tiles.programs * 132 // 8, 2000)
+    found = {context: [keys_of_parts(schedule, context, width, n) for n in (1, 8, 32)]
+             for context in wanted}  # fmt: skip
+    assert found == wanted
+
+
+def test_interpreted_runs_see_every_size() -> None:
+    schedule = Schedule(SMALL, 3, SMALL.programs * 3, 5000)
+    assert [keys_of_parts(schedule, end, 1, 1) for end in (80, 200, 1600)] == [16, 32, 128]
+
+
+def keys_of_parts(schedule: Schedule, context: int, width: int, batch: int) -> int:
+    pages = -(-context // 16)
+    spans = [
+        Span(PagePool(pages, 16).allocate(context), context - width, n * width, width)
+        for n in range(batch)
+    ]
+    words = np.zeros(schedule.words(batch, batch * width, context, pages), np.int32)
+    schedule.fill(words, spans, batch, pages, 16)
+    return int(words[HEADER + batch * pages + 3])
