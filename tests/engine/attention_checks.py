@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -116,20 +115,20 @@ def check_dtypes_and_head_sizes() -> None:
 
 def check_rows_stand_alone() -> None:
     """A row has the same bits in a batch, alone in its span, by itself, and however its keys are
-    shared out: over single units, bundles or chunks, or all in one program."""
+    shared out: over single units, over chunks, or all in one program."""
     heads, dim, dtype = 3, 32, torch.float32
     cache, spans = build(BATCH, 1, dim, 16, dtype)
     q = queries(spans, heads, dim, dtype)
-    whole, units, bundles, chunks = (
+    whole, units, _, chunks = (
         cut(TritonAttention(cache, heads, MODES, dtype, SMALL), keys)
         for keys in sizes(SMALL).values()
     )
-    parts = [int(b.plan(spans).words[:2].sum()) for b in (whole, chunks, bundles, units)]
-    assert parts[0] < parts[1] < parts[2] < parts[3], parts
+    parts = [int(b.plan(spans).words[:2].sum()) for b in (whole, chunks, units)]
+    assert parts[0] < parts[1] < parts[2], parts
     for layer, mode in enumerate(MODES):
         out = whole.run(whole.plan(spans), layer, q)
         assert whole.rows_independent
-        for other in (chunks, bundles, units):
+        for other in (chunks, units):
             assert torch.equal(other.run(other.plan(spans), layer, q), out), mode
         for span in spans[1:]:
             rows = slice(span.first_row, span.first_row + span.row_count)
@@ -140,64 +139,6 @@ def check_rows_stand_alone() -> None:
             single = units.plan([Span(span.table, span.start + i, 0, 1)])
             row = span.first_row + i
             assert torch.equal(units.run(single, layer, q[row : row + 1])[0], out[row])
-
-
-def check_tiles_of_few_rows() -> None:
-    """Steps of one token, over parts of every kind that `_finish` adds up and over everything: the
-    same bits from all of them, and counters as they were."""
-    heads, dim, page = 3, 32, 16
-    batch = [(40, 1), (0, 1), (50, 0), (263, 1)]
-    cache, spans = build(batch, 1, dim, page, torch.float32)
-    q = queries(spans, heads, dim, torch.float32)
-    tiles, pages = replace(SMALL, rows=32), 17
-    found: dict[int, list[Tensor]] = {}
-    for kind, keys in sizes(tiles).items():
-        outs = []
-        for few_rows in (16, 32):
-            backend = TritonAttention(cache, heads, MODES, torch.float32, tiles, few_rows=few_rows)
-            cut(backend, keys)
-            words = np.zeros(backend.words(4, 4, pages), np.int32)
-            backend.fill(words, spans, 4, pages)
-            plan = backend.view(torch.from_numpy(words), 4, pages, 1)
-            assert plan.rows == few_rows
-            outs.append([backend.run(plan, layer, q) for layer in (0, 4)])
-            pairs = zip(outs[-1], found.setdefault(few_rows, outs[-1]), strict=True)
-            assert all(torch.equal(out, first) for out, first in pairs), (kind, few_rows)
-            assert not bool(plan.arrived.any()) and bool(plan.finish) == bool(keys)
-        for layer, few, many in zip((0, 4), *outs, strict=True):
-            wanted = attention_ref(cache, layer, MODES[layer], spans, q)
-            assert error(few, wanted) < 1e-5, (kind, layer)
-            assert error(few, many) < 1e-6, (kind, layer)
-
-
-def check_parts_of_every_size() -> None:
-    """Random spans, also of one token by themselves, in trees of chunks of 4, 8 and 16 units: every
-    kind of part gives the same bits, and those are right."""
-    rng, heads, dim = random.Random(4), 5, 32
-    for units in (4, 8, 16):
-        tiles = replace(SMALL, chunk=units)
-        chunk = units * tiles.keys
-        ends = [rng.randint(chunk, 3 * chunk) for _ in range(2)] + [rng.randint(1, chunk)]
-        widths = [1, rng.randint(2, 9), 1]
-        batch = [
-            (end - min(end, rows), min(end, rows)) for end, rows in zip(ends, widths, strict=True)
-        ]
-        cache, spans = build(batch, 1, dim, 16, torch.float32)
-        q, layer = queries(spans, heads, dim, torch.float32), rng.choice((0, 3, 4))
-        wanted = attention_ref(cache, layer, MODES[layer], spans, q)
-        outs: list[Tensor] = []
-        for keys in sizes(tiles).values():
-            # One processor: a combining program has all rows of a tile.
-            backend = cut(TritonAttention(cache, heads, MODES, torch.float32, tiles, 1), keys)
-            outs.append(backend.run(backend.plan(spans), layer, q))
-            alone = replace(spans[0], first_row=0)
-            words = np.zeros(backend.words(1, 1, 99), np.int32)
-            backend.fill(words, [alone], 1, 99)
-            plan = backend.view(torch.from_numpy(words), 1, 99, 1)
-            assert plan.finish == 8 * bool(keys)
-            outs.append(torch.cat([backend.run(plan, layer, q[:1]), outs[0][1:]]))
-        assert error(outs[0], wanted) < 1e-5, (units, layer)
-        assert all(torch.equal(out, outs[0]) for out in outs), (units, layer, ends)
 
 
 class Rounded(TritonAttention):

@@ -18,8 +18,6 @@ CHECKS = [
     "check_all_modes_match_fp64",
     "check_dtypes_and_head_sizes",
     "check_rows_stand_alone",
-    "check_tiles_of_few_rows",
-    "check_parts_of_every_size",
     "check_few_rows_are_tried",
     "check_words_are_refilled",
     "check_lse_over_shards",
@@ -128,36 +126,3 @@ def test_one_span_is_shared_out_as_among_many(seed: int) -> None:
     schedule.fill_one(one, span, capacity, pages, 16)
     schedule.fill_many(many, [span], capacity, pages, 16)
     assert one.tolist() == many.tolist()
-
-
-@pytest.mark.parametrize("width", [1, 8])
-def test_size_of_parts_on_an_h200(width: int) -> None:
-    """Keys of a part of a model of 32 query heads over 8 KV heads of 128, by context, for 1, 8 and
-    32 sessions: small ones where there would be too few programs, large ones where enough."""
-    wanted = {
-        1024: [64, 256, 1024],
-        4096: [256, 1024, 1024],
-        8192: [256, 1024, 1024],
-        32768: [1024, 1024, 1024],
-    }
-    tiles = tiles_for(4, 128, half=True)
-    schedule = Schedule(tiles, 4, tiles.programs * 132 // 8, 2000)
-    found = {context: [keys_of_parts(schedule, context, width, n) for n in (1, 8, 32)]
-             for context in wanted}  # fmt: skip
-    assert found == wanted
-
-
-def test_interpreted_runs_see_every_size() -> None:
-    schedule = Schedule(SMALL, 3, SMALL.programs * 3, 5000)
-    assert [keys_of_parts(schedule, end, 1, 1) for end in (80, 200, 1600)] == [16, 32, 128]
-
-
-def keys_of_parts(schedule: Schedule, context: int, width: int, batch: int) -> int:
-    pages = -(-context // 16)
-    spans = [
-        Span(PagePool(pages, 16).allocate(context), context - width, n * width, width)
-        for n in range(batch)
-    ]
-    words = np.zeros(schedule.words(batch, batch * width, context, pages), np.int32)
-    schedule.fill(words, spans, batch, pages, 16)
-    return int(words[HEADER + batch * pages + 3])

@@ -28,7 +28,7 @@ _BUNDLES = 2
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Shapes of the kernels, fixed by head size and dtype, never by a batch: they are part of the
-    result. `rows` folded rows (M) by `keys` (N, a unit); a chunk has `chunk` units, 4, 8 or 16.
+    result. `rows` folded rows (M) by `keys` (N, a unit); a chunk has `chunk` units, 8 or 16.
     `warps` and `stages` are of `_attend`, `programs` those that a multiprocessor is given,
     `registers` the most of a thread where a tile has 16 rows (None: any number): like `stages` they
     change no bit."""
