@@ -77,7 +77,7 @@ def _merge_four(
     m, z, acc, m0, z0, acc0, m1, z1, acc1, m2, z2, acc2, m3, z3, acc3, FOLD: tl.constexpr
 ):  # fmt: skip
     """The state with four more parts, every FOLD (1, 2 or 4) of which are first added up."""
-    tl.static_assert(FOLD == 1 or FOLD == 2 or FOLD == 4)
+    tl.static_assert(4 % FOLD == 0)
     if FOLD > 1:
         m0, z0, acc0 = _merge(m0, z0, acc0, m1, z1, acc1)
         if FOLD == 2:
