@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.attention.kernels.paged import _dot, _keys, _merge, _nothing, _store
+from engine.attention.kernels.paged import _dot, _keys, _merge, _store
+from engine.attention.kernels.parts import _nothing
 
 
 @triton.jit

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 
 from engine.attention.kernels.combine import _finish
-from engine.attention.kernels.parts import _keep_part
+from engine.attention.kernels.parts import _keep_part, _nothing
 from engine.attention.kernels.parts import _keys as _keys
 from engine.attention.kernels.parts import _merge as _merge
-from engine.attention.kernels.parts import _nothing as _nothing
 from engine.attention.kernels.parts import _store as _store
 from engine.kernels.triton.dependent import ask, wait
 
