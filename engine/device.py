@@ -24,7 +24,7 @@ _KV_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 # Raised when kernels of ours come to round otherwise: builds that differ there are told apart.
-_ARITHMETIC = "3"
+_ARITHMETIC = "4"
 _NO_MORE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import LayerMode
-from engine.attention.few_rows import equal_few_rows
+from engine.attention.few_rows import FEW, equal_few_rows
 from engine.attention.kernels import paged
 from engine.attention.kernels.schedule import Tiles, tiles_for
 from engine.attention.triton_paged import TritonPaged, TritonPlan, padded
@@ -80,7 +80,7 @@ class TritonAttention(TritonPaged):
             STRIDE_PAGE=k.stride(0), STRIDE_TOKEN=k.stride(1), PAGE=shape.page_tokens,
             WHOLE=plan.whole, WINDOWED=bool(mode.window), HALF=self._half, IEEE=self._ieee,
             FINISH=plan.finish, num_warps=tiles.warps, num_stages=tiles.stages,
-            **flags(len(q)), **fixed,
+            maxnreg=tiles.registers if plan.rows == FEW else None, **flags(len(q)), **fixed,
         )  # fmt: skip
         if not plan.finish:
             self._combine(plan, out, logs, mode.window or 0, fixed)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from engine.attention.base import DeviceAttention, LayerMode, Span
 from engine.attention.kernels.combine import _combine
-from engine.attention.kernels.schedule import FEW_ROWS, HEADER, Schedule, Tiles
+from engine.attention.kernels.part_times import FEW_ROWS
+from engine.attention.kernels.schedule import HEADER, Schedule, Tiles
 from engine.kernels.triton.dependent import flags
 from engine.kv.cache import PagedCache
 

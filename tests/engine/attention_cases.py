@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from engine.attention.few_rows import FEW
 from engine.attention.mask import gather, key_range
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool
+from tests.engine.attention_parts import cut, sizes
+
+if TYPE_CHECKING:
+    from engine.attention.triton_attn import TritonAttention
 
 MODES = (
     LayerMode(),
@@ -108,19 +113,22 @@ def reference(
     return out
 
 
-def make(case: Case, cache: KVCache, processors: int = 0) -> AttentionBackend:
+def make_ours(case: Case, cache: KVCache) -> TritonAttention:
+    from engine.attention.triton_attn import TritonAttention
+
+    heads, few_rows = case.ratio * case.kv_heads, 0 if case.bits else FEW
+    return TritonAttention(cache, heads, modes_of(case), case.types[0], few_rows=few_rows)
+
+
+def make(case: Case, cache: KVCache) -> AttentionBackend:
     from engine.attention.flash_attn import FlashAttention
     from engine.attention.flashinfer_attn import FlashInferAttention
     from engine.attention.flex_attn import FlexAttention
     from engine.attention.torch_sdpa import TorchSdpa
-    from engine.attention.triton_attn import TritonAttention
 
-    heads, modes = case.ratio * case.kv_heads, modes_of(case)
     if case.backend == "TRITON_ATTN":
-        few_rows = 0 if case.bits else FEW
-        return TritonAttention(
-            cache, heads, modes, case.types[0], processors=processors, few_rows=few_rows
-        )
+        return make_ours(case, cache)
+    heads, modes = case.ratio * case.kv_heads, modes_of(case)
     if case.backend == "FLASHINFER":
         return FlashInferAttention(cache, heads, modes, case.types[0])
     kinds = (FlashAttention, FlexAttention, TorchSdpa)
@@ -149,11 +157,12 @@ def unequal_rows(case: Case, batch: Sequence[tuple[int, int]]) -> list[str]:
     """TRITON_ATTN: where a row's bits depend on the schedule, its batch, its span or its width."""
     cache, spans = build(case, batch)
     q = queries(case, spans)
-    ours, few, many = (make(case, cache, n) for n in (0, 1, 100_000))
-    found = []
+    ours, found = make_ours(case, cache), list[str]()
+    kinds = sizes(ours.tiles).items()
+    others = {kind: cut(make_ours(case, cache), keys) for kind, keys in kinds}
     for layer, mode in enumerate(ours.modes):
         out = ours.run(ours.plan(spans), layer, q)
-        for name, other in (("few programs", few), ("many programs", many)):
+        for name, other in others.items():
             if not torch.equal(other.run(other.plan(spans), layer, q), out):
                 found.append(f"{mode}: {name}")
         for span in spans:

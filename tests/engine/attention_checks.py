@@ -21,6 +21,7 @@ from engine.attention.triton_attn import TritonAttention
 from engine.attention.triton_paged import TritonPlan
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool
+from tests.engine.attention_parts import cut, sizes
 
 MODES = [
     LayerMode(),
@@ -31,7 +32,7 @@ MODES = [
 ]
 # (start, rows): a prompt, single tokens, a block, a chunk across page edges, an unused span.
 BATCH = [(0, 13), (150, 1), (0, 1), (50, 0), (100, 9)]
-SMALL = Tiles(rows=16, keys=16, chunk=4, warps=4, stages=2)
+SMALL = Tiles(rows=16, keys=16, chunk=8, warps=4, stages=2)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -118,11 +119,11 @@ def check_rows_stand_alone() -> None:
     heads, dim, dtype = 3, 32, torch.float32
     cache, spans = build(BATCH, 1, dim, 16, dtype)
     q = queries(spans, heads, dim, dtype)
-    whole, chunks, units = (
-        TritonAttention(cache, heads, MODES, dtype, SMALL, processors) for processors in (0, 1, 9)
+    whole, units, _, chunks = (
+        cut(TritonAttention(cache, heads, MODES, dtype, SMALL), keys)
+        for keys in sizes(SMALL).values()
     )
-    whole._schedule = replace(whole._schedule, slots=0)
-    parts = [int(backend.plan(spans).words[:2].sum()) for backend in (whole, chunks, units)]
+    parts = [int(b.plan(spans).words[:2].sum()) for b in (whole, chunks, units)]
     assert parts[0] < parts[1] < parts[2], parts
     for layer, mode in enumerate(MODES):
         out = whole.run(whole.plan(spans), layer, q)
@@ -138,31 +139,6 @@ def check_rows_stand_alone() -> None:
             single = units.plan([Span(span.table, span.start + i, 0, 1)])
             row = span.first_row + i
             assert torch.equal(units.run(single, layer, q[row : row + 1])[0], out[row])
-
-
-def check_tiles_of_few_rows() -> None:
-    """Steps of one token, over parts that `_finish` adds up, over chunks and over everything."""
-    heads, dim, page = 3, 32, 16
-    batch = [(40, 1), (0, 1), (50, 0), (263, 1)]
-    cache, spans = build(batch, 1, dim, page, torch.float32)
-    q = queries(spans, heads, dim, torch.float32)
-    tiles, pages = replace(SMALL, rows=32), 17
-    for processors, slots in ((100, 99), (1, 99), (1, 0)):
-        outs = []
-        for few_rows in (16, 32):
-            backend = TritonAttention(
-                cache, heads, MODES, torch.float32, tiles, processors, few_rows
-            )
-            backend._schedule = replace(backend._schedule, slots=slots)
-            words = np.zeros(backend.words(4, 4, pages), np.int32)
-            backend.fill(words, spans, 4, pages)
-            plan = backend.view(torch.from_numpy(words), 4, pages, 1)
-            assert plan.rows == few_rows
-            outs.append([backend.run(plan, layer, q) for layer in (0, 4)])
-        for layer, few, many in zip((0, 4), *outs, strict=True):
-            wanted = attention_ref(cache, layer, MODES[layer], spans, q)
-            assert error(few, wanted) < 1e-5, (processors, slots, layer)
-            assert error(few, many) < 1e-6, (processors, slots, layer)
 
 
 class Rounded(TritonAttention):

@@ -21,6 +21,7 @@ from engine.kv.latent import LatentCache, LatentGeometry
 from engine.kv.pool import PagePool
 from engine.models.rope import Rope, rope_tables
 from tests.engine import latent_gpu
+from tests.engine.attention_parts import cut, sizes
 from tests.engine.tiny import LATENT, load_tiny, random_ids, run, write_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +33,7 @@ MODES = [
 ]
 # (start, rows): a prompt, a single token, a block across chunks, a first token.
 BATCH = [(0, 5), (100, 1), (60, 8), (0, 1)]
-SMALL = Tiles(16, 16, 4, 4, 1)  # so that few keys make several units and chunks
+SMALL = Tiles(16, 16, 8, 4, 1)  # so that few keys make several units and chunks
 
 
 def build(
@@ -120,17 +121,21 @@ def check_all_modes_match_fp64() -> None:
 def check_layouts() -> None:
     """fp8 with two scales a token; bf16 with tiles that no row fills."""
     case(130, 16, 4, "fp8_ds_mla", torch.bfloat16, SMALL, (0,))
-    case(24, 16, 20, "bfloat16", torch.bfloat16, Tiles(32, 32, 4, 4, 1), (3,))
+    case(24, 16, 20, "bfloat16", torch.bfloat16, Tiles(32, 32, 8, 4, 1), (3,))
 
 
 def check_rows_stand_alone() -> None:
-    """A row has the same bits in a batch, alone in its span, and, when causal, run by itself."""
+    """A row has the same bits in a batch, alone in its span, in parts of any size and, when causal,
+    run by itself."""
     cache, spans = build(BATCH, 24, 8, 16, "float32")
     backend = TritonMla(cache, 6, MODES, 0.3, tiles=SMALL)
     q = queries(spans, 6, 32, torch.float32)
     plan = backend.plan(spans)
     for layer in (0, 1):
         out = backend.run(plan, layer, q)
+        for kind, keys in sizes(SMALL).items():
+            other = cut(TritonMla(cache, 6, MODES, 0.3, tiles=SMALL), keys)
+            assert torch.equal(other.run(other.plan(spans), layer, q), out), kind
         for span in spans:
             rows = slice(span.first_row, span.first_row + span.row_count)
             only = backend.plan([Span(span.table, span.start, 0, span.row_count)])

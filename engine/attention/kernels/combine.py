@@ -1,5 +1,5 @@
-"""Adding up partial results of attention: units of keys to chunks, chunks to rows, always in the
-order of the keys and by `_merge`, whoever does it. See `paged.py`.
+"""Adding up partial results of attention: units of keys to bundles, bundles to chunks, chunks to
+rows, always in the order of the keys and by `_merge`, whoever does it. See `paged.py`.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -8,8 +8,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.attention.kernels.parts import _keep_part, _keys, _merge, _merge_parts, _store
+from engine.attention.kernels.parts import (
+    _keep_part,
+    _keys,
+    _merge,
+    _merge_parts,
+    _nothing,
+    _store,
+)
 from engine.kernels.triton.dependent import wait
+
+
+@triton.jit
+def _add_up(
+    sums, parts, base, step, first, stop, row, rows,
+    R: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """The state [R, BLOCK_D] of a row's parts first .. stop - 1, `step` apart from `base`, the
+    place of part 0: chunks (FOLD 1) or bundles (FOLD 4)."""
+    # Where parts are small more of them are asked for before the first is needed.
+    TURNS: tl.constexpr = 4 if R * BLOCK_D <= 256 else 2 if R * BLOCK_D <= 512 else 1
+    m, z, acc = _nothing(R, BLOCK_D)
+    for begun in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE * TURNS):
+        for turn in tl.static_range(TURNS):
+            number = begun + turn * AT_ONCE
+            m, z, acc = _merge_parts(
+                m, z, acc, sums, parts, base + number * step, step, number, first, stop, row, rows,
+                BLOCK_D, AT_ONCE, FOLD,
+            )  # fmt: skip
+    return m, z, acc
 
 
 @triton.jit
@@ -19,66 +46,64 @@ def _finish(
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
     CAUSAL: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Behind a part of `size` keys of a span of at most R folded rows: who comes last to a chunk
-    adds its units up, who comes last to the row its chunks. arrived [slots, KV_HEADS, 2] counts
-    both and is zeros before and after."""
+    """Behind a part of `size` keys of a span of at most R folded rows: where parts are units, who
+    comes last to a chunk adds those up; who comes last to the row adds up its chunks, or its
+    bundles. arrived [slots, KV_HEADS, 2] counts both and is zeros before and after."""
     AT_ONCE: tl.constexpr = 8 if CHUNK % 8 == 0 and R * BLOCK_D <= 1024 else 4
-    # Where parts are small more of them are asked for before the first is needed.
-    TURNS: tl.constexpr = 4 if R * BLOCK_D <= 256 else 2 if R * BLOCK_D <= 512 else 1
     GROUP: tl.constexpr = HEADS // KV_HEADS
     f = tl.arange(0, R)
     row = f // GROUP
     begin, end = _keys(start, rows, window, 0, rows - 1, CAUSAL)
-    per = tl.where(size == N, CHUNK, 1)
+    units = size == N
     part = first_key // size
-    chunk = part // per
-    chunks = tl.cdiv(start + rows, CHUNK * N)
     base = slot.to(tl.int64) - part
     row_place = (first_row + row) * HEADS + head * GROUP + f % GROUP
     counter = arrived + (base * KV_HEADS + head) * 2
+    # Parts of the row as its last step finds them: a chunk's sum is where its first unit was.
+    per = tl.where(units, CHUNK, 1)
+    keys = size * per
+    count = tl.cdiv(start + rows, keys)
 
     tl.debug_barrier()  # every thread's part is written before one of them counts
     complete = size > N
-    if size == N:
-        units = tl.minimum(CHUNK, tl.cdiv(start + rows, N) - chunk * CHUNK)
+    if units:
+        chunk = part // CHUNK
+        some = tl.minimum(CHUNK, tl.cdiv(start + rows, N) - chunk * CHUNK)
         chunk_counter = counter + chunk * (CHUNK * KV_HEADS * 2)
         before = tl.atomic_add(chunk_counter, 1)
-        complete = before == units - 1
+        complete = before == some - 1
         if complete:
             tl.store(chunk_counter, 0)
-            m = tl.full([R], float("-inf"), tl.float32)
-            z = tl.zeros([R], tl.float32)
-            acc = tl.zeros([R, BLOCK_D], tl.float32)
+            m, z, acc = _nothing(R, BLOCK_D)
             first, stop = begin // N, tl.cdiv(end, N)
-            for unit in range(chunk * CHUNK, chunk * CHUNK + units, AT_ONCE):
+            for unit in range(chunk * CHUNK, chunk * CHUNK + some, AT_ONCE):
                 at = ((base + unit) * KV_HEADS + head) * M + f
                 m, z, acc = _merge_parts(
                     m, z, acc, sums, parts, at, KV_HEADS * M, unit, first, stop, row, rows,
-                    BLOCK_D, AT_ONCE,
+                    BLOCK_D, AT_ONCE, CHUNK // 4,
                 )  # fmt: skip
-            if chunks == 1:
+            if count == 1:
                 _store(out, lse, m, z, acc, row_place, row < rows, D, LSE)
             else:
                 tl.debug_barrier()  # read by all threads before it is written over
                 to = ((base + chunk * CHUNK) * KV_HEADS + head) * M + f
                 _keep_part(sums, parts, to, row < rows, m, z, acc, BLOCK_D)
                 tl.debug_barrier()
-    if complete & (chunks > 1):
+    if complete & (count > 1):
         before = tl.atomic_add(counter + 1, 1)
-        if before == chunks - 1:
+        if before == count - 1:
             tl.store(counter + 1, 0)
-            m = tl.full([R], float("-inf"), tl.float32)
-            z = tl.zeros([R], tl.float32)
-            acc = tl.zeros([R, BLOCK_D], tl.float32)
-            first, stop = begin // (CHUNK * N), tl.cdiv(end, CHUNK * N)
-            for begun in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE * TURNS):
-                for turn in tl.static_range(TURNS):
-                    number = begun + turn * AT_ONCE
-                    at = ((base + number * per) * KV_HEADS + head) * M + f
-                    m, z, acc = _merge_parts(
-                        m, z, acc, sums, parts, at, KV_HEADS * M * per, number, first, stop, row,
-                        rows, BLOCK_D, AT_ONCE,
-                    )  # fmt: skip
+            at = (base * KV_HEADS + head) * M + f
+            first, stop = begin // keys, tl.cdiv(end, keys)
+            if keys == CHUNK * N:
+                m, z, acc = _add_up(
+                    sums, parts, at, KV_HEADS * M * per, first, stop, row, rows, R, BLOCK_D,
+                    AT_ONCE, 1,
+                )  # fmt: skip
+            else:
+                m, z, acc = _add_up(
+                    sums, parts, at, KV_HEADS * M, first, stop, row, rows, R, BLOCK_D, AT_ONCE, 4
+                )
             _store(out, lse, m, z, acc, row_place, row < rows, D, LSE)
 
 
@@ -106,7 +131,6 @@ def _combine(
     slot, tile, slots a chunk, start, rows, first row of the span.
     """
     AT_ONCE: tl.constexpr = 8 if CHUNK % 8 == 0 and R * BLOCK_D <= 1024 else 4
-    TURNS: tl.constexpr = 4 if R * BLOCK_D <= 256 else 2 if R * BLOCK_D <= 512 else 1
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0)
     f = tl.program_id(1) * R + tl.arange(0, R)
@@ -130,36 +154,28 @@ def _combine(
         first = begin // keys
         stop = tl.where(some, tl.cdiv(end, keys), 0)
 
-        m = tl.full([R], float("-inf"), tl.float32)
-        z = tl.zeros([R], tl.float32)
-        acc = tl.zeros([R, BLOCK_D], tl.float32)
-        whole_m = tl.full([R], float("-inf"), tl.float32)
-        whole_z = tl.zeros([R], tl.float32)
-        whole_acc = tl.zeros([R, BLOCK_D], tl.float32)
         step = KV_HEADS * M
-        begun = first // AT_ONCE * AT_ONCE
+        place = (base * KV_HEADS + head) * M + f
         if per == 1:
-            for slots in range(begun, stop, AT_ONCE * TURNS):
-                for turn in tl.static_range(TURNS):
-                    slot = slots + turn * AT_ONCE
-                    place = ((base + slot) * KV_HEADS + head) * M + f
-                    whole_m, whole_z, whole_acc = _merge_parts(
-                        whole_m, whole_z, whole_acc, sums, parts, place, step, slot, first, stop,
-                        row, rows, BLOCK_D, AT_ONCE,
-                    )  # fmt: skip
+            m, z, acc = _add_up(
+                sums, parts, place, step, first, stop, row, rows, R, BLOCK_D, AT_ONCE, 1
+            )
+        elif per == 4:
+            m, z, acc = _add_up(
+                sums, parts, place, step, first, stop, row, rows, R, BLOCK_D, AT_ONCE, 4
+            )
         else:
-            for slot in range(begun, stop, AT_ONCE):
-                place = ((base + slot) * KV_HEADS + head) * M + f
+            m, z, acc = _nothing(R, BLOCK_D)
+            whole_m, whole_z, whole_acc = _nothing(R, BLOCK_D)
+            for slot in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE):
                 m, z, acc = _merge_parts(
-                    m, z, acc, sums, parts, place, step, slot, first, stop, row, rows, BLOCK_D,
-                    AT_ONCE,
+                    m, z, acc, sums, parts, place + slot * step, step, slot, first, stop, row,
+                    rows, BLOCK_D, AT_ONCE, CHUNK // 4,
                 )  # fmt: skip
                 if (slot + AT_ONCE) % CHUNK == 0:
                     whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
-                    m = tl.full([R], float("-inf"), tl.float32)
-                    z = tl.zeros([R], tl.float32)
-                    acc = tl.zeros([R, BLOCK_D], tl.float32)
-        m, z, acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
+                    m, z, acc = _nothing(R, BLOCK_D)
+            m, z, acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
         query_head = head * GROUP + (tile * M + f) % GROUP
         place = (first_row + row) * HEADS + query_head
         _store(out, lse, m, z, acc, place, real, D, LSE)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.kernels.paged import _dot, _keys, _merge, _store
+from engine.attention.kernels.parts import _nothing
 
 
 @triton.jit
@@ -46,6 +47,7 @@ def _attend_latent(
     PAGE, ROPE] and, in the fp8 layout (PACKED), scales [pages, PAGE, RANK / 128]. Products are in
     the dtype of q; IEEE: in fp32, never in fewer bits. scale contains log2(e).
     """
+    BUNDLE: tl.constexpr = CHUNK // 4
     f = tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_R)
@@ -76,12 +78,9 @@ def _attend_latent(
         query = tl.load(q + at + d[None, :], mask=still, other=0.0)
         turning = real[:, None] & (r[None, :] < ROPE)
         turned = tl.load(q + at + RANK + r[None, :], mask=turning, other=0.0)
-        m = tl.full([M], float("-inf"), tl.float32)
-        z = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, BLOCK_D], tl.float32)
-        whole_m = tl.full([M], float("-inf"), tl.float32)
-        whole_z = tl.zeros([M], tl.float32)
-        whole_acc = tl.zeros([M, BLOCK_D], tl.float32)
+        m, z, acc = _nothing(M, BLOCK_D)
+        chunk_m, chunk_z, chunk_acc = _nothing(M, BLOCK_D)
+        whole_m, whole_z, whole_acc = _nothing(M, BLOCK_D)
         table = words + table_at + span * pages_per_span
         for unit in range(begin // N, tl.cdiv(end, N)):
             key = unit * N + tl.arange(0, N)
@@ -103,12 +102,16 @@ def _attend_latent(
             unit_z = tl.sum(p, 1)
             unit_acc = _dot(p.to(query.dtype), latent, IEEE)
             m, z, acc = _merge(m, z, acc, unit_m, unit_z, unit_acc)
+            if (unit + 1) % BUNDLE == 0:
+                chunk_m, chunk_z, chunk_acc = _merge(chunk_m, chunk_z, chunk_acc, m, z, acc)
+                m, z, acc = _nothing(M, BLOCK_D)
             if WHOLE:  # noqa: SIM102
                 if (unit + 1) % CHUNK == 0:
-                    whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
-                    m = tl.full([M], float("-inf"), tl.float32)
-                    z = tl.zeros([M], tl.float32)
-                    acc = tl.zeros([M, BLOCK_D], tl.float32)
+                    whole_m, whole_z, whole_acc = _merge(
+                        whole_m, whole_z, whole_acc, chunk_m, chunk_z, chunk_acc
+                    )
+                    chunk_m, chunk_z, chunk_acc = _nothing(M, BLOCK_D)
+        m, z, acc = _merge(chunk_m, chunk_z, chunk_acc, m, z, acc)
         if WHOLE:
             m, z, acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
 

@@ -1,10 +1,11 @@
 """Triton kernels of attention over paged KV; `engine.attention.mask.attention_ref` defines them.
 
-A row's keys are cut at fixed positions: units of N keys, chunks of CHUNK units, counted from
-position 0. Units are added up to chunks and chunks to the row, in order, by `_merge`, which rounds
-in the same way wherever it runs. So a launch may give a program one unit, one chunk or all keys
-(`_attend`) and leave the rest to `_finish` or `_combine` (`combine.py`): the bits of a row do not
-depend on that, nor on the rows beside it. A unit that a row does not see changes nothing.
+A row's keys are cut at fixed positions: units of N keys, chunks of CHUNK units, each chunk of four
+bundles, counted from position 0. Units are added up to bundles, bundles to chunks and chunks to the
+row, in order, by `_merge`, which rounds in the same way wherever it runs. So a launch may give a
+program one unit, one bundle, one chunk or all keys (`_attend`) and leave the rest to `_finish` or
+`_combine` (`combine.py`): the bits of a row do not depend on that, nor on the rows beside it. A
+unit that a row does not see changes nothing.
 
 Query heads of one KV head are folded into rows, row-major: folded row f is head f % GROUP of row
 f // GROUP. A tile has M folded rows whatever their number is; fewer than others have only where
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.kernels.combine import _finish
-from engine.attention.kernels.parts import _keep_part
+from engine.attention.kernels.parts import _keep_part, _nothing
 from engine.attention.kernels.parts import _keys as _keys
 from engine.attention.kernels.parts import _merge as _merge
 from engine.attention.kernels.parts import _store as _store
@@ -107,6 +108,7 @@ def _attend(
     span has more folded rows than that, and `_finish` adds up instead of `_combine`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    BUNDLE: tl.constexpr = CHUNK // 4
     head = tl.program_id(0)
     f = tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
@@ -140,12 +142,9 @@ def _attend(
 
         at = (first_row + row)[:, None].to(tl.int64) * stride_q + query_head[:, None] * D
         query = tl.load(q + at + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
-        m = tl.full([M], float("-inf"), tl.float32)
-        z = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, BLOCK_D], tl.float32)
-        whole_m = tl.full([M], float("-inf"), tl.float32)
-        whole_z = tl.zeros([M], tl.float32)
-        whole_acc = tl.zeros([M, BLOCK_D], tl.float32)
+        m, z, acc = _nothing(M, BLOCK_D)
+        chunk_m, chunk_z, chunk_acc = _nothing(M, BLOCK_D)
+        whole_m, whole_z, whole_acc = _nothing(M, BLOCK_D)
         table = words + table_at + span * pages_per_span
         for unit in range(begin // N, tl.cdiv(end, N)):
             page, within = _places(table, unit, (end - 1) // PAGE, N, PAGE)
@@ -173,12 +172,16 @@ def _attend(
                 p = p.to(query.dtype)
             unit_acc = _dot(p, v, IEEE)
             m, z, acc = _merge(m, z, acc, unit_m, unit_z, unit_acc)
+            if (unit + 1) % BUNDLE == 0:
+                chunk_m, chunk_z, chunk_acc = _merge(chunk_m, chunk_z, chunk_acc, m, z, acc)
+                m, z, acc = _nothing(M, BLOCK_D)
             if WHOLE:  # noqa: SIM102
                 if (unit + 1) % CHUNK == 0:
-                    whole_m, whole_z, whole_acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
-                    m = tl.full([M], float("-inf"), tl.float32)
-                    z = tl.zeros([M], tl.float32)
-                    acc = tl.zeros([M, BLOCK_D], tl.float32)
+                    whole_m, whole_z, whole_acc = _merge(
+                        whole_m, whole_z, whole_acc, chunk_m, chunk_z, chunk_acc
+                    )
+                    chunk_m, chunk_z, chunk_acc = _nothing(M, BLOCK_D)
+        m, z, acc = _merge(chunk_m, chunk_z, chunk_acc, m, z, acc)
         if WHOLE:
             m, z, acc = _merge(whole_m, whole_z, whole_acc, m, z, acc)
 

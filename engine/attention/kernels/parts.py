@@ -24,6 +24,15 @@ def _merge(m, z, acc, m2, z2, acc2):
 
 
 @triton.jit
+def _nothing(R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The state of no keys."""
+    return (
+        tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32),
+        tl.zeros([R, BLOCK_D], tl.float32),
+    )  # fmt: skip
+
+
+@triton.jit
 def _keys(start, rows, window, first, last, CAUSAL: tl.constexpr):
     """Keys [low, high) that rows first .. last of a span see together; see LayerMode."""
     end = start + rows
@@ -64,12 +73,36 @@ def _part(sums, parts, place, keep, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _merge_four(
+    m, z, acc, m0, z0, acc0, m1, z1, acc1, m2, z2, acc2, m3, z3, acc3, FOLD: tl.constexpr
+):  # fmt: skip
+    """The state with four more parts, every FOLD (1, 2 or 4) of which are first added up."""
+    tl.static_assert(4 % FOLD == 0)
+    if FOLD > 1:
+        m0, z0, acc0 = _merge(m0, z0, acc0, m1, z1, acc1)
+        if FOLD == 2:
+            m2, z2, acc2 = _merge(m2, z2, acc2, m3, z3, acc3)
+        else:
+            m0, z0, acc0 = _merge(m0, z0, acc0, m2, z2, acc2)
+            m0, z0, acc0 = _merge(m0, z0, acc0, m3, z3, acc3)
+    m, z, acc = _merge(m, z, acc, m0, z0, acc0)
+    if FOLD == 1:
+        m, z, acc = _merge(m, z, acc, m1, z1, acc1)
+    if FOLD < 4:
+        m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+    if FOLD == 1:
+        m, z, acc = _merge(m, z, acc, m3, z3, acc3)
+    return m, z, acc
+
+
+@triton.jit
 def _merge_parts(
     m, z, acc, sums, parts, place, step, slot, first, stop, row, rows,
-    BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """The state with AT_ONCE (4 or 8) more parts, `step` apart from `place`: numbers slot, slot + 1
-    and on, empty in front of `first` and from `stop` on. All loads are in flight together."""
+    and on, empty in front of `first` and from `stop` on; every FOLD of them are first added up.
+    All loads are in flight together."""
     here = row < tl.where((slot >= first) & (slot < stop), rows, 0)
     m0, z0, acc0 = _part(sums, parts, place, here, BLOCK_D)
     here = row < tl.where((slot + 1 >= first) & (slot + 1 < stop), rows, 0)
@@ -87,15 +120,11 @@ def _merge_parts(
         m6, z6, acc6 = _part(sums, parts, place + 6 * step, here, BLOCK_D)
         here = row < tl.where((slot + 7 >= first) & (slot + 7 < stop), rows, 0)
         m7, z7, acc7 = _part(sums, parts, place + 7 * step, here, BLOCK_D)
-    m, z, acc = _merge(m, z, acc, m0, z0, acc0)
-    m, z, acc = _merge(m, z, acc, m1, z1, acc1)
-    m, z, acc = _merge(m, z, acc, m2, z2, acc2)
-    m, z, acc = _merge(m, z, acc, m3, z3, acc3)
+    m, z, acc = _merge_four(m, z, acc, m0, z0, acc0, m1, z1, acc1, m2, z2, acc2, m3, z3, acc3, FOLD)
     if AT_ONCE == 8:
-        m, z, acc = _merge(m, z, acc, m4, z4, acc4)
-        m, z, acc = _merge(m, z, acc, m5, z5, acc5)
-        m, z, acc = _merge(m, z, acc, m6, z6, acc6)
-        m, z, acc = _merge(m, z, acc, m7, z7, acc7)
+        m, z, acc = _merge_four(
+            m, z, acc, m4, z4, acc4, m5, z5, acc5, m6, z6, acc6, m7, z7, acc7, FOLD
+        )
     return m, z, acc
 
 

@@ -16,22 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.base import Span
+from engine.attention.kernels.part_times import FEW_ROWS, predicted
 
 Words = NDArray[np.int32]
 
 HEADER = RECORD = 8
-# Units of a span that are added up one after the other; where a span has few folded rows, which
-# `combine._finish` adds up chunk by chunk.
-LONGEST_SUM, LONGEST_FINISH = 64, 512
-FEW_ROWS = 8
+# Bundles of a program at most, where parts are those; where parts are units it has one.
+_BUNDLES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Shapes of the kernels, fixed by head size and dtype, never by a batch: they are part of the
-    result. `rows` folded rows (M) by `keys` (N, a unit); a chunk has `chunk` units, a multiple of
-    4. `warps` and `stages` are of `_attend`, `programs` those that a multiprocessor is given: like
-    `stages` they change no bit."""
+    result. `rows` folded rows (M) by `keys` (N, a unit); a chunk has `chunk` units, 8 or 16.
+    `warps` and `stages` are of `_attend`, `programs` those that a multiprocessor is given,
+    `registers` the most of a thread where a tile has 16 rows (None: any number): like `stages` they
+    change no bit."""
 
     rows: int
     keys: int
@@ -39,6 +39,12 @@ class Tiles:
     warps: int
     stages: int
     programs: int = 8
+    registers: int | None = None
+
+    @property
+    def bundle(self) -> int:
+        """Units of a bundle, of which a chunk has four."""
+        return self.chunk // 4
 
 
 def tiles_for(group: int, head_dim: int, half: bool) -> Tiles:
@@ -47,10 +53,11 @@ def tiles_for(group: int, head_dim: int, half: bool) -> Tiles:
         return Tiles(16, 64 if head_dim <= 64 else 32, 16, 4, 2)
     rows = 16 if group <= 2 else 32
     # With five stages two units of keys are on their way: the page ids take up the other stages.
+    # So many registers let three programs of 16 rows run at once, as shared memory does.
     if head_dim <= 64:
-        return Tiles(rows, 128, 8, 4, 5)
+        return Tiles(rows, 128, 8, 4, 5, registers=168)
     if head_dim <= 128:
-        return Tiles(rows, 64, 16, 4, 5)
+        return Tiles(rows, 64, 16, 4, 5, registers=168)
     return Tiles(rows, 64, 8, 8, 3)
 
 
@@ -70,9 +77,12 @@ class Schedule:
     def words(self, spans: int, rows: int, keys: int, pages_per_span: int) -> int:
         """Words that any step within these capacities needs; `keys` is the longest span."""
         tiles = rows * self.group // self.tiles.rows + spans
-        units = -(-keys // self.tiles.keys)
-        chunks = -(-units // self.tiles.chunk)
-        parts = max(min(tiles * units, self.programs), min(tiles * chunks, self.slots))
+        units, bundles, chunks = (-(-keys // size) for size in self._sizes())
+        parts = max(
+            min(tiles * units, self.programs),
+            min(tiles * bundles, self.programs * _BUNDLES),
+            min(tiles * chunks, self.slots),
+        )
         # Every program reads an item before it knows how many there are.
         return HEADER + spans * pages_per_span + RECORD * max(2 * tiles + parts, 1)
 
@@ -108,12 +118,12 @@ class Schedule:
         assert held <= pages_per_span, "a span has more pages than the plan has room"
         at = HEADER + pages_per_span * capacity
         room = min(self.records(len(words), capacity, pages_per_span) - 2 * tiles, self.slots)
-        size, chunk = self.tiles.keys, self.tiles.keys * self.tiles.chunk
-        parts = max(-(-end // size), 1)  # a shard may have no keys at all
-        if parts > self._longest(rows) or tiles * parts > min(self.programs, room):
-            size, parts = chunk, max(-(-end // chunk), 1)
-            if tiles * 4 >= self.programs or (parts > 1 and tiles * parts > room):
-                parts = 1
+        chunk = self.tiles.keys * self.tiles.chunk
+        counts = [max(-(-end // size), 1) for size in self._sizes()]  # a shard may have no keys
+        size = self._part_keys([tiles * count for count in counts], counts[0], rows, room)
+        parts = counts[self._sizes().index(size)]
+        if size == chunk and (tiles * 4 >= self.programs or (parts > 1 and tiles * parts > room)):
+            parts = 1
         size = size if parts > 1 else end
         tail = (span.start, rows, span.first_row)
         items: list[int] = []
@@ -129,9 +139,27 @@ class Schedule:
             words[len(words) - len(sums) :] = sums
         words[0], words[1] = tiles * parts, len(ended)
 
-    def _longest(self, rows: int) -> int:
-        """Units that may be added up in spans of up to so many rows."""
-        return LONGEST_FINISH if rows * self.group <= FEW_ROWS else LONGEST_SUM
+    def _sizes(self) -> tuple[int, int, int]:
+        """Keys of a part of every kind: a unit, a bundle, a chunk."""
+        keys = self.tiles.keys
+        return keys, keys * self.tiles.bundle, keys * self.tiles.chunk
+
+    def _part_keys(self, items: Sequence[int], units: int, rows: int, room: int) -> int:
+        """Keys of a part with which a step is over soonest: with chunks, or with smaller parts
+        where those find room and are not many for a program.
+
+        items: how many a KV head has with every kind of part; units and rows are those of the
+        longest and the widest span.
+        """
+        sizes, room = self._sizes(), min(room, self.slots)
+        fits = min(self.programs, room), min(self.programs * _BUNDLES, room), items[2]
+        offered = []
+        for size, count, fit in zip(sizes, items, fits, strict=True):
+            if count <= fit:  # always with chunks
+                each = -(-count * self.tiles.programs // self.programs)
+                few = rows * self.group <= FEW_ROWS
+                offered.append((predicted(each, units, size // sizes[0], few), size))
+        return min(offered)[1]
 
     def fill_many(
         self, words: Words, spans: Sequence[Span], capacity: int, pages_per_span: int, page: int
@@ -144,7 +172,7 @@ class Schedule:
         start, rows, first_row, ends = start[span], rows[span], first_row[span], ends[span]
         tiles = -(-rows * self.group // self.tiles.rows)
         room = self.records(len(words), capacity, pages_per_span) - 2 * int(tiles.sum())
-        parts, unit = self._parts(tiles, ends, room, self._longest(int(rows.max(initial=1))))
+        parts, unit = self._parts(tiles, ends, room, int(rows.max(initial=1)))
 
         # One item for each part of each tile; tiles of one part of the keys stand side by side, so
         # that they find the keys in the L2 cache.
@@ -173,20 +201,19 @@ class Schedule:
         ended[:, 6:] = 0
         words[0], words[1] = len(several), count
 
-    def _parts(self, tiles: Words, ends: Words, room: int, longest: int) -> tuple[Words, int]:
-        """Parts of every span's tiles, and the keys of a part: a unit where all of them keep the
-        device busy once, otherwise a chunk, or everything where tiles or partial results abound.
-        """
-        keys, chunk = self.tiles.keys, self.tiles.keys * self.tiles.chunk
-        units = np.maximum(-(-ends // keys), 1)
-        few = int((tiles * units).sum())
-        if few <= min(self.programs, room, self.slots) and units.max(initial=1) <= longest:
-            return units, keys
-        chunks = np.maximum(-(-ends // chunk), 1)
+    def _parts(self, tiles: Words, ends: Words, room: int, rows: int) -> tuple[Words, int]:
+        """Parts of every span's tiles, and the keys of a part; some spans are in one part where
+        parts are chunks: those of many tiles, and where partial results abound."""
+        counts = [np.maximum(-(-ends // size), 1) for size in self._sizes()]
+        items = [int((tiles * count).sum()) for count in counts]
+        size = self._part_keys(items, int(counts[0].max(initial=1)), rows, room)
+        parts = counts[self._sizes().index(size)]
+        if size < self._sizes()[2]:
+            return parts, size
         # So many tiles of one span, as a prompt has, fill the device by themselves.
-        chunks = np.where(tiles * 4 >= self.programs, 1, chunks)
-        needed = np.cumsum(tiles * chunks * (chunks > 1))
-        return np.where(needed > min(room, self.slots), 1, chunks), chunk
+        parts = np.where(tiles * 4 >= self.programs, 1, parts)
+        needed = np.cumsum(tiles * parts * (parts > 1))
+        return np.where(needed > min(room, self.slots), 1, parts), size
 
     def _fill_table(
         self, words: Words, spans: Sequence[Span], ends: Words, pages_per_span: int, page: int
