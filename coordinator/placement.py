@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.affinity import PrefixIndex
+from coordinator.draft_worker import DraftWorker
 from coordinator.offers import Offers
 from coordinator.settings import CoordinatorSettings
+from coordinator.target_worker import ModelKey, TargetWorker
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
-from coordinator.workers import DraftWorker, ModelKey, TargetWorker, Worker
+from coordinator.worker import Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import new_incarnation
 

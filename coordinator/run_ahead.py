@@ -26,13 +26,9 @@ class RunAhead(Brought):
         """None outside a run, but for what its last verdict brought."""
         return self._proposal if self.on or self._round_k else None
 
-    def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
-        """`Separate` decides, whose rounds begin a run."""
-        return 0, 0
-
     def begin(self, asked: int, ahead: int) -> None:
         """After the step that is about to be sent the target goes on for `ahead` rounds, each with
-        `asked` tokens."""
+        `asked` tokens: `Separate` decides, whose rounds begin a run."""
         self._proposal = []
         self._begin(asked, ahead)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.mailbox import Mailbox
 from coordinator.record import Record, remaining_ms, worked_ns
-from coordinator.workers import TargetWorker
+from coordinator.target_worker import TargetWorker
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, target_pb2
 

@@ -21,7 +21,7 @@ from coordinator.separate import Separate
 from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
 from coordinator.steps import Steps
-from coordinator.workers import TargetWorker
+from coordinator.target_worker import TargetWorker
 from specwire.v1 import common_pb2, target_pb2
 
 LIMIT = 3
