@@ -45,6 +45,7 @@ class Link(Generic[ItemT]):
         open_stream: Callable[[], Any],
         frame: Callable[[list[ItemT]], Any],
         heartbeat: Callable[[target_pb2.Heartbeat], ItemT],
+        turns: Turns | None = None,
     ) -> None:
         self.address, self.lease_ms = address, lease_ms
         self.state, self.reason = "connecting", ""
@@ -58,7 +59,7 @@ class Link(Generic[ItemT]):
         self._greet, self._open_stream, self._frame = greet, open_stream, frame
         self._heartbeat = heartbeat
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
-        self._turns = Turns()
+        self._turns = turns or Turns()
         self._outbox: Outbox[ItemT] = Outbox()
         self._ready = asyncio.Event()
         self._call: Any = None

@@ -16,6 +16,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.target_worker import ModelKey, TargetWorker
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
+from coordinator.turns import Turns
 from coordinator.worker import Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import new_incarnation
@@ -28,12 +29,18 @@ _BUSY_FACTOR, _BUSY_SLACK = 2, 4
 class Fleet:
     """All workers. Create it inside the running loop."""
 
-    def __init__(self, settings: CoordinatorSettings, cache: TokenizerCache | None = None) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        cache: TokenizerCache | None = None,
+        turns: Callable[[], Turns] = Turns,
+    ) -> None:
+        """`turns`: for each target, whose turn it is to read what it says."""
         self.settings = settings
         self.incarnation = new_incarnation()
         tokenizers = cache or TokenizerCache()
         self.targets = [
-            TargetWorker(address, settings, self.incarnation, tokenizers)
+            TargetWorker(address, settings, self.incarnation, tokenizers, turns())
             for address in settings.target
         ]
         self.drafts = [

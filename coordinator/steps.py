@@ -91,6 +91,7 @@ class Steps:
         got = await self._mail.get(self._deadline)
         if got is None:
             raise SpecwireError(Reason.DEADLINE, "the deadline has passed")
+        self._record.spent("turn", self._mail.waited_ns)
         return got
 
     def arrived(self, base_len: int) -> tuple[int, target_pb2.Verdict] | None:

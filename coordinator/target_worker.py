@@ -13,6 +13,7 @@ from coordinator.round_costs import RoundCosts
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
+from coordinator.turns import Turns
 from coordinator.worker import INFO_TIMEOUT_S, Worker
 from coordinator.yields import Yields
 from specwire.rpc import ASKS_MINOR
@@ -29,7 +30,12 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
     """One target: its tokenizer, how long its steps take, and whether it takes new sessions."""
 
     def __init__(
-        self, address: str, settings: CoordinatorSettings, coordinator: int, cache: TokenizerCache
+        self,
+        address: str,
+        settings: CoordinatorSettings,
+        coordinator: int,
+        cache: TokenizerCache,
+        turns: Turns | None = None,
     ) -> None:
         super().__init__(
             address,
@@ -38,6 +44,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             stub=target_pb2_grpc.TargetServiceStub,
             frame=target_pb2.TargetServiceLinkRequest,
             item=target_pb2.TargetItem,
+            turns=turns,
         )
         self._cache, self._settings = cache, settings
         # Drafters in the target's own process.

@@ -10,6 +10,7 @@ import grpc
 
 from coordinator.links import Link
 from coordinator.settings import CoordinatorSettings
+from coordinator.turns import Turns
 from specwire.rpc import Message, channel_options
 
 ItemT = TypeVar("ItemT", bound=Message)
@@ -35,6 +36,7 @@ class Worker(ABC, Generic[ItemT]):
         stub: Callable[[grpc.aio.Channel], Any],
         frame: Callable[..., Any],
         item: Callable[..., ItemT],
+        turns: Turns | None = None,
     ) -> None:
         self.address = address
         self._channel = _channel(address)
@@ -47,6 +49,7 @@ class Worker(ABC, Generic[ItemT]):
             open_stream=lambda: self._stub.Link(),
             frame=lambda items: frame(items=items),
             heartbeat=lambda beat: item(heartbeat=beat),
+            turns=turns,
         )
 
     @abstractmethod

@@ -78,6 +78,20 @@ async def test_metrics_count_requests_tokens_and_fallbacks() -> None:
         await made.start_draft()
 
 
+async def test_waits_for_a_turn_to_be_read_are_counted_where_there_are_many() -> None:
+    """Few sessions wait for nobody; of many plain ones, which run ahead, some do."""
+    async with world(None, {"pages": 256}) as made:
+        value = made.host.metrics.registry.get_sample_value
+        name = "specwire_coordinator_turn_wait_seconds"
+        alone = await made.generate()
+        assert alone.acceptance.phase_ms["turn"] == 0 and value(f"{name}_count") == 0
+        calls = [made.generate(token_ids=[*PROMPT, 20 + i], max_tokens=100) for i in range(16)]
+        many = await asyncio.gather(*calls)
+        waited_ms = sum(one.acceptance.phase_ms["turn"] for one in many)
+        count, seconds = value(f"{name}_count"), value(f"{name}_sum")
+        assert count and seconds and seconds * 1e3 == pytest.approx(waited_ms)
+
+
 async def test_info_names_the_workers_and_methods() -> None:
     async with world(ScriptedDraft()) as made:
         info = await made.client.info()
