@@ -77,8 +77,9 @@ class Drafting(ABC):
     def _take(
         self, proposal: common_pb2.Proposal, k: int, length: int, room: int, whole: bool = False
     ) -> tuple[list[int], str]:
-        """Tokens worth verifying, at most `room`, of a proposal that answers this round's question
-        for `k`; and why there are none. `whole`: they are verified already, all of them."""
+        """Tokens worth verifying, at most `room`, of a proposal that answers a question for `k`,
+        which may be more; and why there are none. `whole`: they are verified already, all of them.
+        """
         ids = self._usable(proposal.ids, k)
         ids = ids if whole else ids[:room]
         cause = "" if ids else proposal.reason or "no_proposal"

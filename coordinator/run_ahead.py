@@ -22,6 +22,11 @@ class RunAhead(Brought):
         return self._asked > 0
 
     @property
+    def asked(self) -> int:
+        """Tokens that the target asks for with its next verdict; 0: it does not."""
+        return self._asked
+
+    @property
     def in_hand(self) -> list[int] | None:
         """None outside a run, but for what its last verdict brought."""
         return self._proposal if self.on or self._round_k else None
