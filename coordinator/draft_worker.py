@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 class DraftWorker(Worker[draft_pb2.DraftItem]):
     """One draft service: its drafters, and what is known of each."""
 
+    role = "draft"
+
     def __init__(
         self,
         address: str,

@@ -91,8 +91,14 @@ class Fleet:
         raise self._no_target([target for group in found for target in group.targets])
 
     def _no_target(self, targets: Sequence[TargetWorker]) -> SpecwireError:
-        said = [f"{t.address} is {t.link.state}: {t.link.reason or 'no answer'}" for t in targets]
-        return SpecwireError(Reason.NO_TARGET, "no target serves: " + "; ".join(said))
+        return SpecwireError(Reason.NO_TARGET, "no target serves: " + "; ".join(map(_why, targets)))
+
+
+def _why(target: TargetWorker) -> str:
+    reason = target.link.reason or "no answer"
+    # What says of an address that nobody answers there needs no more.
+    known = target.address in reason
+    return reason if known else f"{target.address} is {target.link.state}: {reason}"
 
 
 class Group:

@@ -29,6 +29,8 @@ ModelKey = tuple[str, str, str]
 class TargetWorker(Worker[target_pb2.TargetItem]):
     """One target: its tokenizer, how long its steps take, and whether it takes new sessions."""
 
+    role = "target"
+
     def __init__(
         self,
         address: str,

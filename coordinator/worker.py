@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import grpc
 
@@ -27,6 +27,8 @@ def _channel(address: str) -> grpc.aio.Channel:
 class Worker(ABC, Generic[ItemT]):
     """One address: the channel, and the link that greets who answers there."""
 
+    role: ClassVar[str]
+
     def __init__(
         self,
         address: str,
@@ -43,6 +45,7 @@ class Worker(ABC, Generic[ItemT]):
         self._stub = stub(self._channel)
         self.link: Link[ItemT] = Link(
             address=address,
+            role=self.role,
             coordinator=coordinator,
             lease_ms=settings.lease_ms,
             greet=self._greet,
