@@ -11,7 +11,6 @@ Pure: no clock, no asyncio.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 
 from coordinator.acceptance import Acceptance, SessionLevel
 from coordinator.round_costs import RoundCosts
@@ -19,6 +18,11 @@ from coordinator.ways import Way, plain_seconds, ways
 
 # Plain decoding must be better by this share before speculation stops for a while.
 _MARGIN = 1.03
+# Where drafting has paid, in a session whose level is known so well (logits), it stops only where
+# it seems worse than plain even if the level were so many standard deviations higher: a level that
+# dips is soon known better while rounds draft, and hardly once they do not. So many rounds in a row
+# without an accepted token are no dip.
+_KNOWN, _DOUBT, _NO_DIP = 0.4, 2.0, 12
 # Rounds, of the session or of the drafter before it, without which nothing is switched off.
 _EVIDENCE = 16
 # Plain steps before speculation is probed again, and how they grow with each probe in vain; runs
@@ -28,9 +32,6 @@ _PAUSE, _GROWTH, _PROBE_RUNS, _PROBE_SHARE = 8, 4, 2, 0.01
 # stay known: far above, the next below or above, or none at all, which is what the others are
 # compared with; or it goes the other way. Far is as far as a round takes at most so much longer.
 _EXPLORE, _FIRST, _LONGER = 20, 5, 1.25
-# A run that tries something out is as short as may be, but the exchange that begins it must be
-# worth while: its rounds behind the first take so many times as long at least.
-_WORTH_ASKING = 2.0
 _FAR, _OTHER_WAY = 1 << 30, 0
 _STEPS = (_FAR, -1, 1, -_FAR, _OTHER_WAY, -1, 1)
 
@@ -49,6 +50,8 @@ class KPolicy:
         self._due, self._turn = _FIRST, 0
         # Off: steps before this one are plain. A probe asks in a few runs in a row.
         self._off, self._plain_until, self._probes = False, 0, 0
+        # Whether drafting has paid here, and rounds in a row of which nothing was accepted.
+        self._paid, self._missed = False, 0
         # Its rounds, those that went on by themselves included.
         self._pause, self._probed = _PAUSE, 0
         # Tokens per second that is expected now, 0: not known; and whether nothing is to be cut.
@@ -66,6 +69,7 @@ class KPolicy:
         if verify is not self._verify or draft is not self._draft:
             # What did not pay there may pay here.
             self._off, self._probes, self._probed, self._plain_until = False, 0, 0, 0
+            self._paid = False
         self._verify, self._draft, self._past = verify, draft, past
 
     @property
@@ -90,6 +94,8 @@ class KPolicy:
             asked = len(self._said) + len(self._withheld)
         self._past.note(self._level, asked, accepted, self._withheld, proposed=proposed)
         self._rounds += 1
+        self._missed = 0 if accepted else self._missed + 1
+        self._paid = self._paid and self._missed < _NO_DIP
         self._probed += self._off
         self._past.calibration.note(self._said, accepted)
         self._said = self._withheld = ()
@@ -131,18 +137,25 @@ class KPolicy:
         way, best, self._rate = self._best(possible, limit, 0.0)
         pays = self._rate >= _MARGIN / plain
         if not pays and self._rounds + self._past.rounds >= _EVIDENCE:
-            # It must not pay even if the session is better than it seems so far, which is better
-            # known where the drafter says how sure it is.
-            says = self._past.cuts.saves and not way.ahead
-            more = self._level.deviation * (0.5 if says else 1.0)
-            way, best, likely = self._best(possible, limit, more)
-            if likely < _MARGIN / plain:
+            # It must not pay even if the session is better than it seems so far.
+            way, best, likely = self._best(possible, limit, self._doubt(way))
+            if likely < (1.0 if self._paid else _MARGIN) / plain:
                 return self._switched_off(step, best, way, plain)
         self._off, self._probes = False, 0
+        known = self._level.deviation < _KNOWN and self._missed < _NO_DIP
+        self._paid = self._paid or (pays and known)
         if self._round >= self._due:
             return self._explored(way, best, limit, possible)
         self._ahead = way.ahead
         return best
+
+    def _doubt(self, way: Way) -> float:
+        """How much higher than it seems, in logits, the level may be."""
+        if self._paid:
+            return _DOUBT * self._level.deviation
+        # It is better known where the drafter says how sure it is.
+        says = self._past.cuts.saves and not way.ahead
+        return self._level.deviation * (0.5 if says else 1.0)
 
     def _explored(self, way: Way, best: int, limit: int, possible: Sequence[Way]) -> int:
         """Something else than the best, for a short run."""
@@ -155,7 +168,7 @@ class KPolicy:
         else:
             k = max(0, min(best + change, limit))
             self._whole = True  # what it costs is learned
-        self._ahead = _short(way, k)
+        self._ahead = way.shortest(k)
         self._due, self._turn = self._round + _EXPLORE * (1 + self._ahead), self._turn + 1
         return k
 
@@ -180,7 +193,7 @@ class KPolicy:
             self._probes += 1
             # The second also learns what the next lower K costs.
             k = max(1, best + 1 - self._probes)
-            self._ahead = _short(way, k)
+            self._ahead = way.shortest(k)
             return k
         if not self._off:
             # Where it is long until a run goes on by itself, a probe is as much more.
@@ -192,13 +205,6 @@ class KPolicy:
             longest = round(lost / _PROBE_SHARE)
             self._pause = max(self._pause, min(_GROWTH * self._pause, longest))
         self._off, self._probes, self._probed = True, 0, 0
+        self._paid = False
         self._plain_until = step + self._pause
         return 0
-
-
-def _short(way: Way, k: int) -> int:
-    """Rounds, or plain steps, behind the first of a run that tries `k` out."""
-    if k and not way.ahead:
-        return 0
-    rounds = ceil(_WORTH_ASKING * way.exchange(k) / way.later(k))
-    return max(1, min(way.ahead or rounds, rounds))
