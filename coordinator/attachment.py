@@ -9,10 +9,11 @@ import asyncio
 from dataclasses import replace
 
 from coordinator.draft_session import DraftSession, end
+from coordinator.draft_worker import DraftWorker
 from coordinator.drafters import COLOCATED, SEPARATE, Wanted
 from coordinator.placement import Group
 from coordinator.record import Record
-from coordinator.workers import DraftWorker, TargetWorker
+from coordinator.target_worker import TargetWorker
 from specwire.v1 import common_pb2, target_pb2
 
 # Tries to attach again are at least this far apart.

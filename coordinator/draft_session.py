@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.draft_worker import DraftWorker
 from coordinator.drafters import SEPARATE
 from coordinator.mailbox import Mailbox
 from coordinator.offers import Choice
 from coordinator.placement import Group
 from coordinator.record import Record, remaining_ms
-from coordinator.workers import DraftWorker, TargetWorker
+from coordinator.target_worker import TargetWorker
 from specwire.errors import SpecwireError
 from specwire.rpc import encode_ids
 from specwire.v1 import common_pb2, draft_pb2, target_pb2

@@ -49,12 +49,13 @@ class Drafting(ABC):
     async def proposal(self) -> list[int]:
         """The tokens for the next step; none when there are none, or they are late."""
 
-    @abstractmethod
     def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
         """Tokens, at most `most`, that the target is to bring with the verdict of `step`, for the
         step after it; a session may have `length` tokens by then. And for how many rounds it may go
         on so by itself behind `step`, which is about to be sent, and has tokens where it `drafted`.
+        None, where nobody asks through the target.
         """
+        return 0, 0
 
     @property
     def wait_us(self) -> int:
@@ -76,8 +77,9 @@ class Drafting(ABC):
     def _take(
         self, proposal: common_pb2.Proposal, k: int, length: int, room: int, whole: bool = False
     ) -> tuple[list[int], str]:
-        """Tokens worth verifying, at most `room`, of a proposal that answers this round's question
-        for `k`; and why there are none. `whole`: they are verified already, all of them."""
+        """Tokens worth verifying, at most `room`, of a proposal that answers a question for `k`,
+        which may be more; and why there are none. `whole`: they are verified already, all of them.
+        """
         ids = self._usable(proposal.ids, k)
         ids = ids if whole else ids[:room]
         cause = "" if ids else proposal.reason or "no_proposal"

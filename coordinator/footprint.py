@@ -84,6 +84,8 @@ def footprint(flag: str, config: Mapping[str, Any], kv_dtype: str, files_bytes: 
         raise SpecwireError.field(f"{flag} config", type(body).__name__, "an object")
     size = _Sizes(flag, body)
     nested = config.get("dflash_config") or {}
+    if not isinstance(nested, Mapping):
+        raise SpecwireError.field(f"{flag} config dflash_config", nested, "an object")
     taps = _taps(flag, config, nested)
     hidden, vocab = size("hidden_size"), size("vocab_size", 0)
     dtype_bytes = _dtype_bytes(config, body)

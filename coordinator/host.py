@@ -10,6 +10,7 @@ from coordinator.placement import Fleet
 from coordinator.service import SERVICE_NAME, GenerationServicer
 from coordinator.settings import CoordinatorSettings
 from coordinator.tokenizer_cache import TokenizerCache
+from coordinator.turns import Turns
 from specwire.serve import GrpcHost
 from specwire.v1 import generate_pb2_grpc
 
@@ -25,7 +26,8 @@ class CoordinatorHost:
 
     async def __aenter__(self) -> Self:
         settings = self._settings
-        self.fleet = Fleet(settings, self._cache)
+        waited = self.metrics.waited_for_turn
+        self.fleet = Fleet(settings, self._cache, lambda: Turns(waited))
         self.servicer = GenerationServicer(self.fleet, self.metrics)
         self._host = GrpcHost(
             address=settings.address,

@@ -30,7 +30,8 @@ _REFUSALS = (Reason.MODEL_MISMATCH, Reason.UNSUPPORTED)
 
 
 class Link(Generic[ItemT]):
-    """The link to one worker. `greet` asks who it is, checks it, and returns its incarnation.
+    """The link to one worker, whose `role` is "target" or "draft". `greet` asks who it is, checks
+    it, and returns its incarnation.
 
     `dropped` counts replies by the cause for which nobody got them.
     """
@@ -39,14 +40,16 @@ class Link(Generic[ItemT]):
         self,
         *,
         address: str,
+        role: str,
         coordinator: int,
         lease_ms: int,
         greet: Callable[[], Awaitable[int]],
         open_stream: Callable[[], Any],
         frame: Callable[[list[ItemT]], Any],
         heartbeat: Callable[[target_pb2.Heartbeat], ItemT],
+        turns: Turns | None = None,
     ) -> None:
-        self.address, self.lease_ms = address, lease_ms
+        self.address, self.role, self.lease_ms = address, role, lease_ms
         self.state, self.reason = "connecting", ""
         self.incarnation = 0
         self.dropped: Counter[str] = Counter()
@@ -58,7 +61,7 @@ class Link(Generic[ItemT]):
         self._greet, self._open_stream, self._frame = greet, open_stream, frame
         self._heartbeat = heartbeat
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
-        self._turns = Turns()
+        self._turns = turns or Turns()
         self._outbox: Outbox[ItemT] = Outbox()
         self._ready = asyncio.Event()
         self._call: Any = None
@@ -121,7 +124,8 @@ class Link(Generic[ItemT]):
             except SpecwireError as error:
                 self._lose(error.message, refused=error.reason in _REFUSALS)
             except grpc.RpcError as error:
-                self._lose(from_rpc_error(error, self.address).message)
+                typed = from_rpc_error(error, self.address, self.role)
+                self._lose(typed.message, refused=typed.reason in _REFUSALS)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.runtime_file import runtime_base
 from specwire.errors import Reason, SpecwireError
-from specwire.rpc import channel_options
+from specwire.rpc import SOCKET_PATH_BYTES, channel_options
 from specwire.v1 import generate_pb2, generate_pb2_grpc
 
 Progress = Callable[[str], None]
@@ -33,8 +33,6 @@ LOG_TAIL_LINES = 5
 COLOCATED_METHOD = "dflash"
 # Packages register the drafters that can live in a target's process here; only names are read.
 DRAFTERS = "specwire.drafters"
-# sockaddr_un holds 108 bytes, the closing zero included.
-SOCKET_PATH_BYTES = 107
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ class Mailbox:
         self._error: SpecwireError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._in_line = False
+        # Since when a reply that could be read waits for the session's turn; 0: none does.
+        self._since_ns = 0
+        # For how long the reply that was read last did.
+        self.waited_ns = 0
 
     def put(self, message: Any, arrived_ns: int = 0) -> None:
         """`arrived_ns` of `time.perf_counter_ns`; 0: now."""
@@ -54,6 +58,7 @@ class Mailbox:
 
     async def get(self, until: float | None) -> tuple[int, Any] | None:
         """The next reply; None at the loop time `until`. Raises what the link failed with."""
+        self.waited_ns = self._since_ns = 0
         if self._queue and self._may_read():
             return self._queue.popleft()
         loop = asyncio.get_running_loop()
@@ -72,12 +77,20 @@ class Mailbox:
                 if timer is not None:
                     timer.cancel()
             if self._queue:
+                self._note_wait()
                 return self._queue.popleft()
+
+    def _note_wait(self) -> None:
+        if self._since_ns:
+            self.waited_ns = time.perf_counter_ns() - self._since_ns
+            self._since_ns = 0
+            self._turns.waited(self.waited_ns / 1e9)
 
     def _may_read(self) -> bool:
         """Whether the session may read what is there now; else it is woken in its turn."""
         if len(self._queue) > self.may_wait or self._turns.take():
             return True
+        self._since_ns = self._since_ns or time.perf_counter_ns()
         if not self._in_line:
             self._in_line = True
             self._turns.wait(self._turn)

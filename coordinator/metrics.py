@@ -31,6 +31,12 @@ class Metrics:
         self._ttft = histogram(
             "coordinator_first_token_seconds", "Time to the first token", registry=registry
         )
+        # Told of each wait, in seconds; a session that reads at once counts nothing.
+        self.waited_for_turn = histogram(
+            "coordinator_turn_wait_seconds",
+            "Waits of verdicts of runs ahead for their session's turn to be read",
+            registry=registry,
+        ).observe
 
     def finished(self, done: generate_pb2.Finished) -> None:
         record, tokens = done.acceptance, done.usage.completion_tokens

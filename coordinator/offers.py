@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from coordinator.affinity import PrefixIndex
+from coordinator.draft_worker import DraftWorker
 from coordinator.drafters import COLOCATED, PLAIN, SEPARATE, Wanted
 from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
-from coordinator.workers import DraftWorker, TargetWorker
+from coordinator.target_worker import TargetWorker
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import draft_pb2
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from coordinator.drafters import Wanted
 from coordinator.placement import Group
-from coordinator.workers import TargetWorker
+from coordinator.target_worker import TargetWorker
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.affinity import PrefixIndex
+from coordinator.draft_worker import DraftWorker
 from coordinator.offers import Offers
 from coordinator.settings import CoordinatorSettings
+from coordinator.target_worker import ModelKey, TargetWorker
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
-from coordinator.workers import DraftWorker, ModelKey, TargetWorker, Worker
+from coordinator.turns import Turns
+from coordinator.worker import Worker
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import new_incarnation
 
@@ -26,12 +29,18 @@ _BUSY_FACTOR, _BUSY_SLACK = 2, 4
 class Fleet:
     """All workers. Create it inside the running loop."""
 
-    def __init__(self, settings: CoordinatorSettings, cache: TokenizerCache | None = None) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        cache: TokenizerCache | None = None,
+        turns: Callable[[], Turns] = Turns,
+    ) -> None:
+        """`turns`: for each target, whose turn it is to read what it says."""
         self.settings = settings
         self.incarnation = new_incarnation()
         tokenizers = cache or TokenizerCache()
         self.targets = [
-            TargetWorker(address, settings, self.incarnation, tokenizers)
+            TargetWorker(address, settings, self.incarnation, tokenizers, turns())
             for address in settings.target
         ]
         self.drafts = [
@@ -82,8 +91,14 @@ class Fleet:
         raise self._no_target([target for group in found for target in group.targets])
 
     def _no_target(self, targets: Sequence[TargetWorker]) -> SpecwireError:
-        said = [f"{t.address} is {t.link.state}: {t.link.reason or 'no answer'}" for t in targets]
-        return SpecwireError(Reason.NO_TARGET, "no target serves: " + "; ".join(said))
+        return SpecwireError(Reason.NO_TARGET, "no target serves: " + "; ".join(map(_why, targets)))
+
+
+def _why(target: TargetWorker) -> str:
+    reason = target.link.reason or "no answer"
+    # What says of an address that nobody answers there needs no more.
+    known = target.address in reason
+    return reason if known else f"{target.address} is {target.link.state}: {reason}"
 
 
 class Group:

@@ -15,8 +15,5 @@ class Plain(Drafting):
     async def proposal(self) -> list[int]:
         return []
 
-    def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
-        return 0, 0
-
     def believe(self, verdict: target_pb2.Verdict) -> None:
         """It brings no proposal."""

@@ -11,7 +11,6 @@ Pure: no clock, no asyncio.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 
 from coordinator.acceptance import Acceptance, SessionLevel
 from coordinator.round_costs import RoundCosts
@@ -19,6 +18,11 @@ from coordinator.ways import Way, plain_seconds, ways
 
 # Plain decoding must be better by this share before speculation stops for a while.
 _MARGIN = 1.03
+# Where drafting has paid, in a session whose level is known so well (logits), it stops only where
+# it seems worse than plain even if the level were so many standard deviations higher: a level that
+# dips is soon known better while rounds draft, and hardly once they do not. So many rounds in a row
+# without an accepted token are no dip.
+_KNOWN, _DOUBT, _NO_DIP = 0.4, 2.0, 12
 # Rounds, of the session or of the drafter before it, without which nothing is switched off.
 _EVIDENCE = 16
 # Plain steps before speculation is probed again, and how they grow with each probe in vain; runs
@@ -29,9 +33,6 @@ _PAUSE, _GROWTH, _PROBE_RUNS, _PROBE_SHARE = 8, 4, 2, 0.01
 # above; or it goes the other way. Far is as far as a round takes at most so much longer. What comes
 # next is shared by the drafter's sessions: one alone may be over before it has tried everything.
 _EXPLORE, _FIRST, _LONGER = 20, 5, 1.25
-# A run that tries something out is as short as may be, but the exchange that begins it must be
-# worth while: its rounds behind the first take so many times as long at least.
-_WORTH_ASKING = 2.0
 _FAR, _OTHER_WAY = 1 << 30, 0
 _STEPS = (_FAR, -_FAR, -1, 1, _OTHER_WAY, -1, 1)
 
@@ -50,6 +51,8 @@ class KPolicy:
         # Off: steps before this one are plain. A probe asks in a few runs in a row.
         self._off, self._plain_until, self._probes = False, 0, 0
         self._stopped = False  # once at least
+        # Whether drafting has paid here, and rounds in a row of which nothing was accepted.
+        self._paid, self._missed = False, 0
         # Its rounds, those that went on by themselves included.
         self._pause, self._probed = _PAUSE, 0
         # Tokens per second that is expected now, 0: not known; and whether nothing is to be cut.
@@ -67,6 +70,7 @@ class KPolicy:
         if verify is not self._verify or draft is not self._draft:
             # What did not pay there may pay here.
             self._off, self._probes, self._probed, self._plain_until = False, 0, 0, 0
+            self._paid = False
         self._verify, self._draft, self._past = verify, draft, past
 
     @property
@@ -91,6 +95,8 @@ class KPolicy:
             asked = len(self._said) + len(self._withheld)
         self._past.note(self._level, asked, accepted, self._withheld, proposed=proposed)
         self._rounds += 1
+        self._missed = 0 if accepted else self._missed + 1
+        self._paid = self._paid and self._missed < _NO_DIP
         self._probed += self._off
         self._past.calibration.note(self._said, accepted)
         self._said = self._withheld = ()
@@ -136,26 +142,30 @@ class KPolicy:
         way, best, self._rate = self._best(possible, limit, 0.0)
         pays = self._rate >= _MARGIN / plain
         if not pays and self._rounds + self._past.rounds >= _EVIDENCE:
-            # It must not pay even if the session is better than it seems so far, which is better
-            # known where the drafter says how sure it is.
-            says = self._past.cuts.saves and not way.ahead
-            more = self._hoped() * (0.5 if says else 1.0)
-            way, best, likely = self._best(possible, limit, more)
-            if likely < _MARGIN / plain:
+            # It must not pay even if the session is better than it seems so far.
+            way, best, likely = self._best(possible, limit, self._doubt(way))
+            if likely < (1.0 if self._paid else _MARGIN) / plain:
                 return self._switched_off(step, best, way, plain)
         if pays or self._off:
             self._past.probing.pays()
         self._off, self._probes = False, 0
+        known = self._level.deviation < _KNOWN and self._missed < _NO_DIP
+        self._paid = self._paid or (pays and known)
         if self._round >= self._due:
             return self._explored(way, best, limit, possible)
         # What the session is only hoped to be is seen to soon.
-        self._ahead = way.ahead if pays else _short(way, best)
+        self._ahead = way.ahead if pays or self._paid else way.shortest(best)
         return best
 
-    def _hoped(self) -> float:
-        """How much the session's level may be above what it seems, as far as is worth trying."""
+    def _doubt(self, way: Way) -> float:
+        """How much higher than it seems, in logits, the level may be, as far as is worth trying."""
+        deviation = self._level.deviation
+        if self._paid:
+            return _DOUBT * deviation
+        # It is better known where the drafter says how sure it is.
+        says = self._past.cuts.saves and not way.ahead
         own = self._rounds >= _EVIDENCE
-        return self._level.deviation * (1.0 if own else self._past.probing.hope)
+        return deviation * (0.5 if says else 1.0) * (1.0 if own else self._past.probing.hope)
 
     def _explored(self, way: Way, best: int, limit: int, possible: Sequence[Way]) -> int:
         """Something else than the best, for a short run."""
@@ -169,7 +179,7 @@ class KPolicy:
         else:
             k = max(0, min(best + change, limit))
             self._whole = True  # what it costs is learned
-        self._ahead = _short(way, k)
+        self._ahead = way.shortest(k)
         self._due = self._round + _EXPLORE * (1 + self._ahead)
         return k
 
@@ -196,7 +206,7 @@ class KPolicy:
             shared.begin()
             # The second also learns what the next lower K costs.
             k = max(1, best + 1 - self._probes)
-            self._ahead = _short(way, k)
+            self._ahead = way.shortest(k)
             return k
         if not self._off:
             # Where it is long until a run goes on by itself, a probe is as much more.
@@ -214,13 +224,6 @@ class KPolicy:
             self._pause = left = max(self._pause, min(_GROWTH * self._pause, longest))
             shared.in_vain(self._pause)
         self._off, self._probes, self._probed = True, 0, 0
+        self._paid = False
         self._plain_until = step + left
         return 0
-
-
-def _short(way: Way, k: int) -> int:
-    """Rounds, or plain steps, behind the first of a run that tries `k` out."""
-    if k and not way.ahead:
-        return 0
-    rounds = ceil(_WORTH_ASKING * way.exchange(k) / way.later(k))
-    return max(1, min(way.ahead or rounds, rounds))

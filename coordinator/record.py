@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from specwire.v1 import common_pb2, generate_pb2
 
-PHASES = ("prefill", "draft", "verify", "link", "coordinator")
-
+# In "turn" verdicts of runs ahead wait to be read while the target goes on: beside the others, and
+# no part of what a step takes outside.
+PHASES = ("prefill", "draft", "verify", "link", "coordinator", "turn")
 
 # Names that workers may make up in one count: their own are far fewer.
 _MOST_NAMES = 32

@@ -22,17 +22,18 @@ class RunAhead(Brought):
         return self._asked > 0
 
     @property
+    def asked(self) -> int:
+        """Tokens that the target asks for with its next verdict; 0: it does not."""
+        return self._asked
+
+    @property
     def in_hand(self) -> list[int] | None:
         """None outside a run, but for what its last verdict brought."""
         return self._proposal if self.on or self._round_k else None
 
-    def then_propose(self, step: int, length: int, most: int, drafted: bool) -> tuple[int, int]:
-        """`Separate` decides, whose rounds begin a run."""
-        return 0, 0
-
     def begin(self, asked: int, ahead: int) -> None:
         """After the step that is about to be sent the target goes on for `ahead` rounds, each with
-        `asked` tokens."""
+        `asked` tokens: `Separate` decides, whose rounds begin a run."""
         self._proposal = []
         self._begin(asked, ahead)
 

@@ -29,8 +29,8 @@ class _Question(NamedTuple):
     k: int
     sent_ns: int
     budget_s: float
-    # The target has asked it before, with a K of its own: the answer may be there.
-    again: bool
+    # The target has asked it before, for so many tokens: that answer is kept, and may come. 0: not.
+    before: int
 
 
 class Separate(Drafting):
@@ -82,8 +82,8 @@ class Separate(Drafting):
 
     def advance(self, verdict: target_pb2.Verdict, ids: list[int], most: int | None) -> bool:
         self._asked, self.waited_ns, self.drafted_ns = None, 0, 0
-        again = self._run.on
-        if again:
+        before = self._run.asked
+        if before:
             self._run.advance(verdict, ids, most)
             if self._run.in_hand is not None:
                 return False
@@ -108,7 +108,7 @@ class Separate(Drafting):
         rows = verdict.rows_start, verdict.rows_count
         if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
             now = time.perf_counter_ns()
-            self._asked = _Question(verdict.step_id, ids, len(ids), k, now, budget_s, again)
+            self._asked = _Question(verdict.step_id, ids, len(ids), k, now, budget_s, before)
             self._round_k, self._proposed, self._source = k, False, ""
         return k > 0
 
@@ -158,7 +158,7 @@ class Separate(Drafting):
         self._record.fell_back("late")
         self.waited_ns = time.perf_counter_ns() - asked.sent_ns
         self._record.spent("draft", self.waited_ns)
-        self._overdue = None if asked.again else asked
+        self._overdue = None if asked.before else asked
         if self._at.grace_s:
             # The drafter was taking in the context: that says nothing of the rounds to come.
             self._round_k = 0
@@ -187,11 +187,11 @@ class Separate(Drafting):
         self._record.spent("draft", min(worked, answered_ns))
         self._record.spent("link", answered_ns - worked)
         standing.breaker.success()
-        if not asked.again:
+        if not asked.before:
             standing.note_proposal(answered_ns / 1e9)
         self._note_cost(asked, answered_ns)
         self.drafted_ns = message.timings.compute_ns + once
-        ids, cause = self._take(message, asked.k, asked.length, asked.k)
+        ids, cause = self._take(message, max(asked.k, asked.before), asked.length, asked.k)
         self._rowless = self._rowless + 1 if cause == "rows_missing" else 0
         if self._rowless >= _ROWLESS_ROUNDS:
             self._at.give_up()
@@ -213,7 +213,7 @@ class Separate(Drafting):
     def _note_cost(self, asked: _Question, wall_ns: int) -> None:
         choice = self._at.choice
         # The first round takes in the whole context: no cost of a round, nor is the rest of a wait.
-        if choice is not None and not self._at.grace_s and not asked.again:
+        if choice is not None and not self._at.grace_s and not asked.before:
             busy, seconds = choice.worker.busy, wall_ns / 1e9
             choice.standing.costs.note(asked.k, busy, asked.length, seconds, False)
 

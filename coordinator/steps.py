@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.mailbox import Mailbox
 from coordinator.record import Record, remaining_ms, worked_ns
-from coordinator.workers import TargetWorker
+from coordinator.target_worker import TargetWorker
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, target_pb2
 
@@ -91,6 +91,7 @@ class Steps:
         got = await self._mail.get(self._deadline)
         if got is None:
             raise SpecwireError(Reason.DEADLINE, "the deadline has passed")
+        self._record.spent("turn", self._mail.waited_ns)
         return got
 
     def arrived(self, base_len: int) -> tuple[int, target_pb2.Verdict] | None:

@@ -16,8 +16,14 @@ from collections.abc import Callable
 AT_ONCE = 4
 
 
+def _untold(seconds: float) -> None:
+    """Nobody keeps count."""
+
+
 class Turns:
-    def __init__(self) -> None:
+    def __init__(self, waited: Callable[[float], None] = _untold) -> None:
+        """`waited` is told of each wait that has ended, in seconds."""
+        self.waited = waited
         self._left = AT_ONCE
         self._waiting: deque[Callable[[], None]] = deque()
         self._passing = False

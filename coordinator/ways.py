@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from coordinator.round_costs import Curves
+
+# A run that tries something out is as short as may be, but the exchange that begins it must be
+# worth while: its rounds behind the first take so many times as long at least.
+_WORTH_ASKING = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,13 @@ class Way:
     def exchange(self, k: int) -> float:
         """Of what begins a run."""
         return max(0.0, self.verify.driven[k] - self.verify.ahead[k])
+
+    def shortest(self, k: int) -> int:
+        """Rounds, or plain steps, behind the first of a run that tries `k` out."""
+        if k and not self.ahead:
+            return 0
+        rounds = ceil(_WORTH_ASKING * self.exchange(k) / self.later(k))
+        return max(1, min(self.ahead or rounds, rounds))
 
 
 def plain_seconds(verify: Curves, free_run: int) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.draft_worker import DraftWorker
 from coordinator.drafters import COLOCATED, SEPARATE
 from coordinator.placement import Group
-from coordinator.workers import DraftWorker, TargetWorker, Worker
+from coordinator.target_worker import TargetWorker
+from coordinator.worker import Worker
 from specwire.v1 import draft_pb2, generate_pb2
 
 _Worker = generate_pb2.GenerationServiceGetInfoResponse.Worker

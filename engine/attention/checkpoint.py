@@ -17,7 +17,7 @@ from engine.attention.layers import draft_modes, model_modes, optional_flag
 from engine.attention.mode import LayerMode
 from engine.attention.request import AttentionShape, Latent, dtype_name
 from engine.errors import CheckpointError
-from engine.models.fields import positive
+from engine.models.fields import check_kinds, positive
 
 _DSV4_LAYERS, _DSV4_WINDOW, _DSV4_HEAD = 3, 128, 512
 
@@ -55,6 +55,7 @@ def read_checkpoint(source: Path, *, draft: bool) -> Checkpoint:
 
 def parse_checkpoint(config: Mapping[str, Any], *, draft: bool) -> Checkpoint:
     """The same of a config already read."""
+    check_kinds(config, ("transformer_layer_config", "text_config", "dflash_config"))
     method = _method(config) if draft else ""
     body = config.get("transformer_layer_config") or config.get("text_config") or config
     if "num_attention_heads" not in body and "num_attention_heads" in config:

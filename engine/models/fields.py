@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +12,7 @@ from engine.errors import CheckpointError
 # config, as one mode per layer, must not exhaust memory before the weights are looked at.
 _MOST = {
     "num_hidden_layers": 4096,
+    "n_mtp_layers": 4096,
     "num_attention_heads": 1 << 16,
     "num_key_value_heads": 1 << 16,
     "head_dim": 1 << 16,
@@ -49,7 +50,8 @@ def number(
     """A finite number, `least` or more; 0 itself is refused. `prefix` says where `config` is."""
     value = config.get(key, default)
     known = isinstance(value, int | float) and not isinstance(value, bool)
-    if not known or not math.isfinite(value) or value < least or value == 0:
+    # An integer of JSON may be beyond every float; infinity and NaN are in no such range.
+    if not known or not least <= value <= sys.float_info.max or value == 0:
         accepted = f"a number, {least:g} or more" if least else "a positive number"
         raise refuse(prefix + key, value, accepted)
     return float(value)
@@ -62,6 +64,16 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise refuse(key, value, "true or false")
     return value
+
+
+def check_kinds(config: Mapping[str, Any], objects: tuple[str, ...]) -> None:
+    """Refuses what should be an object, where it is set, and `architectures` that are no names."""
+    for key in objects:
+        if config.get(key) and not isinstance(config[key], Mapping):
+            raise refuse(key, config[key], "an object")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise refuse("architectures", names, "a list of names")
 
 
 def token_ids(value: object, key: str = "eos_token_id") -> tuple[int, ...]:

@@ -65,7 +65,7 @@ _INFO_TIMEOUT_S = 10.0
 
 
 def _options(address: str) -> list[tuple[str, int]]:
-    if not is_address(address):
+    if not isinstance(address, str) or not is_address(address):
         raise SpecwireError.field("address", address, ADDRESSES)
     options = channel_options(link=False)
     if address.startswith(("unix:", "localhost:", "127.", "[::1]")):
@@ -86,15 +86,21 @@ class _Calls:
 
         def start(timeout_s: float | None) -> Any:
             # A stream begins when it is read: the client may have been closed since.
-            self._check_open()
-            return self._stub.Generate(request, timeout=timeout_s)
+            return self._call(self._stub.Generate, request, timeout_s)
 
         return start
 
     def _ask_info(self, timeout_s: float | None) -> Any:
-        self._check_open()
         request = generate_pb2.GenerationServiceGetInfoRequest()
-        return self._stub.GetInfo(request, timeout=timeout_s)
+        return self._call(self._stub.GetInfo, request, timeout_s)
+
+    def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        self._check_open()
+        try:
+            return method(request, timeout=timeout_s)
+        except ValueError:  # what gRPC raises where another thread has closed the channel meanwhile
+            self._check_open()
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -104,14 +110,20 @@ class _Calls:
         self._check_open()
         if isinstance(error, asyncio.CancelledError):
             return SpecwireError(Reason.CANCELLED, "the call was cancelled")
-        return from_rpc_error(error, self._address)
+        return from_rpc_error(error, self._address, "coordinator")
 
 
 class AsyncClient(_Calls):
-    """A client for asyncio. Create it inside the running loop."""
+    """A client for asyncio. Create it inside the running loop; raises UNSUPPORTED elsewhere."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, grpc.aio.insecure_channel(address, options=_options(address)))
+        options = _options(address)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            text = "an AsyncClient is made inside a running event loop; a Client needs none"
+            raise SpecwireError(Reason.UNSUPPORTED, text) from None
+        super().__init__(address, grpc.aio.insecure_channel(address, options=options))
 
     def stream(self, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Starts a generation; iterate for `Delta`s and one `Finished` for each choice."""

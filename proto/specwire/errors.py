@@ -103,6 +103,14 @@ _BARE: dict[grpc.StatusCode, Reason] = {
     _C.INVALID_ARGUMENT: Reason.FIELD_INVALID,
     _C.RESOURCE_EXHAUSTED: Reason.QUEUE_FULL,
 }
+# What gRPC says then names sockets, methods and numbers of its own; it stays the cause.
+_UNANSWERED = {
+    Reason.UNREACHABLE: "no {role} answers at {address}: not there, not there yet, or gone; check "
+    "that it runs and that this is its address",
+    Reason.UNSUPPORTED: "what answers at {address} is no Specwire {role}; check that this is its "
+    "address",
+    Reason.DEADLINE: "the {role} at {address} took longer than the call allowed",
+}
 
 
 def _clip(text: str, limit: int) -> str:
@@ -179,10 +187,11 @@ def from_item(item: common_pb2.ItemError) -> SpecwireError:
     )
 
 
-def from_rpc_error(error: grpc.RpcError, address: str = "") -> SpecwireError:
+def from_rpc_error(error: grpc.RpcError, address: str = "", role: str = "server") -> SpecwireError:
     """The typed form of what a call raised, whether a Specwire server or gRPC itself spoke.
 
-    `address` is where the call went: an error that nothing answers there names it.
+    `address` is where the call went, `role` who was to answer there: an error that nobody does, or
+    somebody else, names both.
     """
     call: Any = error  # both stacks raise objects that also have the accessors of a call
     code: grpc.StatusCode = call.code() or _C.UNKNOWN
@@ -191,8 +200,9 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> SpecwireError:
     if code is _C.RESOURCE_EXHAUSTED and "message larger than max" in text:
         bare = Reason.MESSAGE_TOO_LARGE
     status = _status_of(error)
-    if status is None and bare is Reason.UNREACHABLE and address:
-        return _unreachable(address)
+    if status is None and address and bare in _UNANSWERED:
+        values = {"address": address, "role": role}
+        return SpecwireError(bare, _UNANSWERED[bare].format(**values), values)
     if status is None:
         return SpecwireError(bare, text)
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
@@ -203,15 +213,6 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> SpecwireError:
         return SpecwireError(bare, status.message or text)
     delay_ms = retry.retry_delay.ToMilliseconds()
     return _decoded(info.reason, bare, status.message, dict(info.metadata), delay_ms)
-
-
-def _unreachable(address: str) -> SpecwireError:
-    # What gRPC says names sockets and error numbers of its own; it stays the cause of this one.
-    text = (
-        f"no server answers at {address}: not there, not there yet, or gone; check that it runs "
-        "and that this is its address"
-    )
-    return SpecwireError(Reason.UNREACHABLE, text, {"address": address})
 
 
 def _status_of(error: grpc.RpcError) -> status_pb2.Status | None:

@@ -18,6 +18,7 @@ _REQUEST_FIELDS = (
     "model",
     "ignore_eos",
     "include_stop",
+    "return_token_ids",
     "return_margins",
     "max_tokens",
     "n",
@@ -37,6 +38,7 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "min_tokens",
 )
+_STRUCTURED = "one of json_schema, json_object, regex, grammar, choice, with its value"
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -87,13 +89,8 @@ def build_request(options: GenerateOptions) -> generate_pb2.GenerateRequest:
     if unknown:
         accepted = ", ".join(GenerateOptions.__annotations__)
         raise SpecwireError.field("argument", min(unknown), accepted)
-    exactness = options.get("exactness", "")
-    if exactness not in EXACTNESS:
-        raise SpecwireError.field("exactness", exactness, "'exact', 'fast' or '' (the default)")
-    request = generate_pb2.GenerateRequest(
-        exactness=EXACTNESS[exactness],
-        return_token_ids=options.get("return_token_ids", True),
-    )
+    request = generate_pb2.GenerateRequest(return_token_ids=True)
+    request.exactness = _exactness(options.get("exactness"))
     _set_input(request, options)
     for name in _REQUEST_FIELDS:
         _assign(request, name, options)
@@ -102,16 +99,18 @@ def build_request(options: GenerateOptions) -> generate_pb2.GenerateRequest:
     _set_maps(request.sampling, options)
     for name in ("method", "num_speculative_tokens"):
         _assign(request.speculation, name, options)
-    stop = options.get("stop", ())
-    _extend(request.stop, "stop", (stop,) if isinstance(stop, str) else stop, "strings")
-    stop_ids = options.get("stop_token_ids", ())
-    _extend(request.stop_token_ids, "stop_token_ids", stop_ids, "token ids")
-    words = options.get("bad_words", ())
-    _extend(
-        request.bad_words, "bad_words", (words,) if isinstance(words, str) else words, "strings"
-    )
+    _extend(request.stop, "stop", options.get("stop"), "strings")
+    _extend(request.stop_token_ids, "stop_token_ids", options.get("stop_token_ids"), "token ids")
+    _extend(request.bad_words, "bad_words", options.get("bad_words"), "strings")
     _set_structured(request, options.get("structured_output"))
     return request
+
+
+def _exactness(wanted: str | None) -> common_pb2.Exactness:
+    name = "" if wanted is None else wanted
+    if not isinstance(name, str) or name not in EXACTNESS:
+        raise SpecwireError.field("exactness", name, "'exact', 'fast' or '' (the default)")
+    return EXACTNESS[name]
 
 
 def _set_maps(sampling: common_pb2.Sampling, options: GenerateOptions) -> None:
@@ -120,8 +119,11 @@ def _set_maps(sampling: common_pb2.Sampling, options: GenerateOptions) -> None:
     except (TypeError, ValueError, AttributeError, OverflowError):
         accepted = "a mapping of token ids to numbers"
         raise SpecwireError.field("logit_bias", "of another form", accepted) from None
-    for ids in options.get("bad_sequences", ()):
-        _extend(sampling.bad_sequences.add().ids, "bad_sequences", ids, "sequences of token ids")
+    sequences, accepted = options.get("bad_sequences"), "sequences of token ids"
+    if sequences is not None and not isinstance(sequences, Iterable):
+        raise SpecwireError.field("bad_sequences", "of another form", f"a sequence of {accepted}")
+    for ids in sequences or ():
+        _extend(sampling.bad_sequences.add().ids, "bad_sequences", ids, accepted)
 
 
 def _set_structured(
@@ -130,6 +132,8 @@ def _set_structured(
     """One kind and its value, as {"json_schema": "..."}. Whether it is built, the server says."""
     if wanted is None:
         return
+    if not isinstance(wanted, Mapping):
+        raise SpecwireError.field("structured_output", "of another form", _STRUCTURED)
     message = request.structured_output
     message.SetInParent()
     for kind, value in wanted.items():
@@ -139,8 +143,7 @@ def _set_structured(
             else:
                 setattr(message, kind, value)
         except (AttributeError, TypeError, ValueError):
-            accepted = "one of json_schema, json_object, regex, grammar, choice, with its value"
-            raise SpecwireError.field("structured_output", kind, accepted) from None
+            raise SpecwireError.field("structured_output", kind, _STRUCTURED) from None
 
 
 def _set_input(request: generate_pb2.GenerateRequest, options: GenerateOptions) -> None:
@@ -171,24 +174,32 @@ def _assign(message: Any, name: str, options: GenerateOptions) -> None:
         return
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError, OverflowError) as error:
-        accepted = str(error)
-        if isinstance(value, int) and isinstance(error, ValueError):
-            accepted = _int_range(message, name)
-        raise SpecwireError.field(name, value, accepted) from None
+    except (TypeError, ValueError, OverflowError):
+        raise SpecwireError.field(name, value, _holds(message, name)) from None
 
 
-def _int_range(message: Any, name: str) -> str:
-    """What the wire's integer field can hold."""
+def _holds(message: Any, name: str) -> str:
+    """What the wire's field can hold."""
     field = message.DESCRIPTOR.fields_by_name[name]
+    others = {
+        field.CPPTYPE_BOOL: "true or false",
+        field.CPPTYPE_STRING: "text in valid Unicode",
+        field.CPPTYPE_DOUBLE: "a number",
+        field.CPPTYPE_FLOAT: "a number",
+    }
+    if field.cpp_type in others:
+        return others[field.cpp_type]
     bits = 32 if field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32) else 64
     if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64):
-        return f"0 to {2**bits - 1}"
-    return f"{-(2 ** (bits - 1))} to {2 ** (bits - 1) - 1}"
+        return f"an integer, 0 to {2**bits - 1}"
+    return f"an integer, {-(2 ** (bits - 1))} to {2 ** (bits - 1) - 1}"
 
 
-def _extend(target: Any, name: str, values: Iterable[Any], accepted: str) -> None:
+def _extend(target: Any, name: str, values: Iterable[Any] | None, accepted: str) -> None:
+    """One string stands for a sequence of it."""
+    if values is None:
+        return
     try:
-        target.extend(values)
+        target.extend((values,) if isinstance(values, str) else values)
     except (TypeError, ValueError):
         raise SpecwireError.field(name, "of another form", f"a sequence of {accepted}") from None

@@ -31,7 +31,11 @@ _PING_MS = {True: 10_000, False: 30_000}
 _PING_TIMEOUT_MS = 5_000
 _PING_MINIMUM_MS = 5_000
 
-ADDRESSES = "host:port with a port of 1 to 65535, or unix:/path"
+# sockaddr_un holds 108 bytes, the closing zero included.
+SOCKET_PATH_BYTES = 107
+ADDRESSES = (
+    f"host:port with a port of 1 to 65535, or unix:/path of at most {SOCKET_PATH_BYTES} bytes"
+)
 
 
 class Message(Protocol):
@@ -49,7 +53,9 @@ def is_address(address: str) -> bool:
     where none is given; schemes of its resolvers, as `dns:///host:port`, are fine."""
     for scheme in ("unix:", "unix-abstract:"):
         if address.startswith(scheme):
-            return len(address) > len(scheme)
+            # gRPC takes the form of an URL too.
+            path = address.removeprefix(scheme).removeprefix("//").encode(errors="replace")
+            return 0 < len(path) <= SOCKET_PATH_BYTES
     host, _, port = address.rpartition(":")
     known = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
     return known and bool(host) and not any(c.isspace() for c in host)

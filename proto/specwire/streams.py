@@ -26,7 +26,8 @@ class Budget:
     """Time and attempts of one request."""
 
     def __init__(self, timeout_s: float | None) -> None:
-        if timeout_s is not None and not timeout_s > 0:
+        number = isinstance(timeout_s, int | float)
+        if timeout_s is not None and not (number and timeout_s > 0):
             raise SpecwireError.field("timeout_s", timeout_s, "a number above 0, or None")
         if timeout_s is not None and timeout_s > _LONGEST_S:
             timeout_s = None

@@ -9,10 +9,21 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
 import pytest
 
-from specwire.client import AsyncClient, Client, Delta, Event, Finished, FinishReason, Generation
+from specwire.client import (
+    AsyncClient,
+    Client,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateOptions,
+    Generation,
+)
 from specwire.errors import Reason, SpecwireError
+from specwire.request import build_request
 from specwire.serve import GrpcHost
 from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 
@@ -206,7 +217,13 @@ async def test_what_is_sent(fake: Fake) -> None:
         ({"prompt": "secret", "seed": 2**64}, "seed"),
         ({"prompt": "secret", "stop": [1]}, "stop"),
         ({"prompt": "secret", "exactness": "maybe"}, "exactness"),
+        ({"prompt": "secret", "exactness": ["exact"]}, "exactness"),
         ({"prompt": "secret", "timeout_s": 0}, "timeout_s"),
+        ({"prompt": "secret", "timeout_s": "1"}, "timeout_s"),
+        ({"prompt": "secret", "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": "secret", "return_token_ids": "yes"}, "return_token_ids"),
+        ({"prompt": "secret", "bad_sequences": 5}, "bad_sequences"),
+        ({"prompt": "secret", "structured_output": "json"}, "structured_output"),
         ({"prompt": "secret", "max_new_tokens": 4}, "max_new_tokens"),
     ],
 )
@@ -217,12 +234,16 @@ async def test_bad_arguments_are_named_before_anything_is_sent(
         assert isinstance(error, SpecwireError) and error.reason is Reason.FIELD_INVALID
         assert field in (error.metadata["field"], error.metadata["value"].strip("'"))
         assert "secret" not in error.message
+        assert "interpreted" not in error.message
     assert fake[0].calls == 0
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "unix:", "127.0.0.1:99999", "127.0.0.1:0"])
-async def test_an_address_that_cannot_be_is_named(address: str) -> None:
-    """gRPC would connect to another port, or say that a server is away."""
+@pytest.mark.parametrize(
+    "address",
+    ["", "nonsense", "unix:", "127.0.0.1:99999", "127.0.0.1:0", "unix:/" + 107 * "x", 7070, None],
+)
+async def test_an_address_that_cannot_be_is_named(address: Any) -> None:
+    """gRPC would connect to another port, say that a server is away, or that it made no channel."""
     for kind in (Client, AsyncClient):
         with pytest.raises(SpecwireError) as caught:
             kind(address)
@@ -294,12 +315,57 @@ async def test_nobody_there(tmp_path: Any) -> None:
     for address in (f"unix:{tmp_path}/none", closed_port):
         for caught in await both(address, prompt="x"):
             assert caught.reason is Reason.UNREACHABLE and caught.code.name == "UNAVAILABLE"
-            assert caught.metadata == {"address": address}
-            assert f"no server answers at {address}" in caught.message
+            assert caught.metadata == {"address": address, "role": "coordinator"}
+            assert f"no coordinator answers at {address}" in caught.message
             assert "check that it runs" in caught.message
             assert "errno" not in caught.message.lower() and "ipv4" not in caught.message
-        with pytest.raises(SpecwireError, match="no server answers at"):
+        with pytest.raises(SpecwireError, match="no coordinator answers at"):
             await asyncio.to_thread(Client(address).info)
+
+
+async def test_somebody_else_there_and_nobody_who_speaks(tmp_path: Any) -> None:
+    """A server of other services, and a socket that takes connections and never says a word."""
+    address, silent = f"unix:{tmp_path}/other", f"unix:{tmp_path}/silent"
+    other = grpc.aio.server()
+    other.add_insecure_port(address)
+    await other.start()
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(silent.removeprefix("unix:"))
+        mute.listen()
+        for caught in await both(address, prompt="x"):
+            assert caught.reason is Reason.UNSUPPORTED
+            assert f"what answers at {address} is no Specwire coordinator" in caught.message
+        for caught in await both(silent, prompt="x", timeout_s=0.3):
+            assert caught.reason in (Reason.DEADLINE, Reason.UNREACHABLE)
+            assert silent in caught.message and "coordinator" in caught.message
+            assert "Exceeded" not in caught.message
+    await other.stop(0)
+
+
+def test_an_async_client_outside_of_a_loop_says_so() -> None:
+    with pytest.raises(SpecwireError, match="inside a running event loop"):
+        AsyncClient("127.0.0.1:7070")
+
+
+def test_none_is_as_left_out() -> None:
+    given: Any = dict.fromkeys(GenerateOptions.__annotations__)
+    assert build_request({**given, "prompt": "x"}) == build_request({"prompt": "x"})
+
+
+@pytest.mark.parametrize("ask", ["generate", "info"])
+async def test_a_client_that_another_thread_closes_meanwhile_says_so(fake: Fake, ask: str) -> None:
+    """Between the question whether it is open and the call: gRPC raises a ValueError there."""
+    client = Client(fake[1])
+    check = client._check_open
+
+    def closed_behind_it() -> None:
+        check()
+        client.close()
+
+    client._check_open = closed_behind_it  # type: ignore[method-assign]
+    asked = client.info if ask == "info" else lambda: client.generate(prompt="x")
+    with pytest.raises(SpecwireError, match="the client is closed"):
+        await asyncio.to_thread(asked)
 
 
 async def test_a_closed_client_says_so(fake: Fake) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import typer
 from typer.testing import CliRunner
 
 from coordinator import cli
+from engine.attention.checkpoint import parse_checkpoint
 from engine.attention.listing import markdown
 from engine.attention.quirks import QUIRKS
 from engine.commands import register
+from engine.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 LLAMA: dict[str, Any] = {
@@ -299,6 +302,32 @@ def test_bad_configs_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text("[]")
     code, found = asked("--device", "sm90", "--role", "draft", "--model", tmp_path)
     assert code == 2 and "is no JSON object" in found["error"]
+
+
+def nonsense(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config with each of its values, nested ones too, replaced by what cannot be."""
+    for key, value in config.items():
+        for odd in (None, True, 0, -1, 1.5, "x", [], ["x"], [3], {}, 10**12, 10**400, 2**31 - 1):
+            yield config | {key: odd}
+        if isinstance(value, dict):
+            yield from ({**config, key: inner} for inner in nonsense(value))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, QWEN3, DEEPSEEK, SPARSE, V4 | {"n_mtp_layers": 2}, *(c for c, _ in STYLES.values())],
+)
+@pytest.mark.parametrize("draft", [False, True])
+def test_nonsense_in_a_config_is_a_refusal(config: dict[str, Any], draft: bool) -> None:
+    """A description, or a CheckpointError: no other error, and no modes for 2^31 layers."""
+    refused = 0
+    for odd in nonsense(config):
+        try:
+            assert len(parse_checkpoint(odd, draft=draft).shape.modes) <= 4096
+        except CheckpointError as error:
+            assert str(error).startswith("config ")
+            refused += 1
+    assert refused > 3 * len(config)
 
 
 def test_several_targets(models: Path) -> None:

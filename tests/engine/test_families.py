@@ -358,3 +358,9 @@ def test_dimensions_beyond_any_model_are_refused_before_memory_is_taken(
     assert from_hf(config).layer_count == 2
     with pytest.raises(CheckpointError, match=f"config {key} = {10**12} .* at most"):
         from_hf(config | {key: 10**12})
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+def test_a_number_beyond_every_float_is_refused(key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"config {key} = 1000.* a positive number"):
+        from_hf(GOOD | {key: 10**400})

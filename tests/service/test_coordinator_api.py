@@ -10,10 +10,13 @@ import grpc
 import pytest
 
 from coordinator.handshake import check_drafter, check_target, check_worker
+from coordinator.host import CoordinatorHost
 from coordinator.settings import CoordinatorSettings
+from specwire.client import AsyncClient
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, draft_pb2, generate_pb2, target_pb2
 from tests.service.coordinator_harness import PROMPT, ScriptedDraft, public_stub, row_drafter, world
+from tests.service.fleet_harness import until
 from tests.service.toy_engine import VOCAB, continuation
 
 _F, _P = Reason.FIELD_INVALID, Reason.PROMPT_TOO_LONG
@@ -78,6 +81,20 @@ async def test_metrics_count_requests_tokens_and_fallbacks() -> None:
         await made.start_draft()
 
 
+async def test_waits_for_a_turn_to_be_read_are_counted_where_there_are_many() -> None:
+    """Few sessions wait for nobody; of many plain ones, which run ahead, some do."""
+    async with world(None, {"pages": 256}) as made:
+        value = made.host.metrics.registry.get_sample_value
+        name = "specwire_coordinator_turn_wait_seconds"
+        alone = await made.generate()
+        assert alone.acceptance.phase_ms["turn"] == 0 and value(f"{name}_count") == 0
+        calls = [made.generate(token_ids=[*PROMPT, 20 + i], max_tokens=100) for i in range(16)]
+        many = await asyncio.gather(*calls)
+        waited_ms = sum(one.acceptance.phase_ms["turn"] for one in many)
+        count, seconds = value(f"{name}_count"), value(f"{name}_sum")
+        assert count and seconds and seconds * 1e3 == pytest.approx(waited_ms)
+
+
 async def test_info_names_the_workers_and_methods() -> None:
     async with world(ScriptedDraft()) as made:
         info = await made.client.info()
@@ -88,6 +105,24 @@ async def test_info_names_the_workers_and_methods() -> None:
         assert list(info.methods) == ["plain", "toy"] and info.default_method == "toy"
         assert info.workers[1].methods == ("toy",)
         assert info.model.name == "toy" and info.default_exactness == "exact"
+
+
+async def test_who_is_not_there_and_who_is_somebody_else_is_said_by_role_and_address() -> None:
+    """A target's address with a draft service behind it, and nobody where a draft should be."""
+    async with world(ScriptedDraft()) as made:
+        fields = {"target": (made.draft_address,), "draft": (f"unix:{made.folder}/none",)}
+        settings = CoordinatorSettings(address=f"unix:{made.folder}/c2", drain_ms=0, **fields)
+        async with CoordinatorHost(settings) as host, AsyncClient(host.address) as client:
+            await until(lambda: all(worker.link.reason for worker in host.fleet.workers))
+            target, draft = (await client.info()).workers
+            assert target.state == "refused"
+            assert f"what answers at {made.draft_address} is no Specwire target" in target.reason
+            assert f"no draft answers at unix:{made.folder}/none" in draft.reason
+            with pytest.raises(SpecwireError) as caught:
+                await client.generate(prompt="x", timeout_s=1)
+            assert caught.value.reason is Reason.NO_TARGET
+            assert caught.value.message.count(made.draft_address) == 1
+            assert target.reason in caught.value.message
 
 
 async def test_a_drafter_that_does_not_fit_is_refused_with_both_values() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.plan import Plan
 from coordinator.policy import KPolicy
 from specwire.generation import Generation
 from specwire.rpc import ASKS_MINOR
@@ -226,6 +227,50 @@ async def test_the_last_question_of_a_run_may_be_lost(asked_again: bool) -> None
         assert dict(record.fallbacks) == expected
         assert [a.step_id for a in draft.advances] == [0, 6] if asked_again else [0, 6, 7]
         assert record.per_step_accepted[-3] == 2 and draft.asks[-1].step_id > 9
+
+
+class KeepingDraft(AskedDraft):
+    """Answers a step that is asked for once more as it did before; `more` tokens too many."""
+
+    def __init__(self, more: int = 0) -> None:
+        def script(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> list[Reply]:
+            if item.step_id not in kept:
+                found = continuation(ids, item.k + more, draft.seed)
+                kept[item.step_id] = [proposal(item, len(ids), found)]
+            return kept[item.step_id]
+
+        kept: dict[int, list[Reply]] = {}
+        super().__init__(script)
+
+    def _asked(self, item: draft_pb2.Advance) -> list[Reply]:
+        self.asks.append(item)
+        answer = self._told(item)
+        return [] if item.step_id in self.lost else answer
+
+
+@pytest.mark.parametrize("more", [0, 1])
+async def test_a_kept_answer_is_cut_to_what_is_asked_for_now_and_no_fault(
+    more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target asked for three tokens, and the answer was late for its last verdict; the policy
+    wants one by now. A draft that says more than anybody asked for is at fault all the same."""
+    tokens = Plan.tokens
+
+    def fewer(plan: Plan, step: int, length: int, most: int) -> int:
+        found = tokens(plan, step, length, most)
+        return min(found, 1) if step == 6 else found
+
+    monkeypatch.setattr(Plan, "tokens", fewer)
+    draft = KeepingDraft(more)
+    draft.lost = {6}
+    settings = {"num_speculative_tokens": 3, "draft_ahead": 5, "proposal_wait_min_ms": 30}
+    async with world(draft, **settings) as made:
+        result = await made.generate(max_tokens=40)
+        assert list(result.token_ids) == continuation(PROMPT, 40)
+        assert [(a.step_id, a.k) for a in draft.advances] == [(0, 3), (6, 1)]
+        assert result.acceptance.per_step_drafted[:7] == (3, 3, 3, 3, 3, 3, 1)
+        dropped = made.host.fleet.drafts[0].link.dropped
+        assert bool(dropped["too_many"]) is bool(more) and set(dropped) <= {"too_many"}
 
 
 async def test_a_draft_that_is_silent_in_a_run_opens_its_breaker() -> None:

@@ -81,6 +81,7 @@ async def test_the_coordinator_splits_what_it_renews() -> None:
 
     link: Link[target_pb2.Heartbeat] = Link(
         address="unix:/nowhere",
+        role="target",
         coordinator=7,
         lease_ms=300,
         greet=greet,

@@ -21,7 +21,7 @@ from coordinator.separate import Separate
 from coordinator.settings import CoordinatorSettings
 from coordinator.standing import Standing
 from coordinator.steps import Steps
-from coordinator.workers import TargetWorker
+from coordinator.target_worker import TargetWorker
 from specwire.v1 import common_pb2, target_pb2
 
 LIMIT = 3
@@ -68,7 +68,9 @@ class RoundWorld:
         self.sessions, self.load_sessions = 1, 0  # of the link
         table = [Cost(k, 1, 64, draft / 1e3) for k in (1, LIMIT)]
         self.standing = Standing(Breaker(3, 2.0), RoundCosts(table))
-        drafter = SimpleNamespace(max_draft_tokens=LIMIT, max_length_tokens=0, method="toy")
+        drafter = SimpleNamespace(
+            max_draft_tokens=LIMIT, max_length_tokens=0, method="toy", needs_rows=False
+        )
         choice = SimpleNamespace(
             standing=self.standing,
             drafter=drafter,

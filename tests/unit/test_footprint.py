@@ -102,6 +102,7 @@ def test_files_are_weighed(tmp_path: Path) -> None:
         ({"num_key_value_heads": True}, "num_key_value_heads"),
         ({"target_layer_ids": 3}, "target_layer_ids"),
         ({"transformer_layer_config": [1]}, "config"),
+        ({"dflash_config": 10**12}, "dflash_config"),
     ],
 )
 def test_what_is_no_config_is_named(change: dict[str, Any], named: str) -> None:

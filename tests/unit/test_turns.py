@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -26,8 +27,8 @@ async def counted(passes: list[int]) -> None:
         passes[0] += 1
 
 
-def boxes(count: int, may_wait: int) -> list[Mailbox]:
-    turns = Turns()
+def boxes(count: int, may_wait: int, *, turns: Turns | None = None) -> list[Mailbox]:
+    turns = turns or Turns()
     made = [Mailbox(turns) for _ in range(count)]
     for mail in made:
         mail.may_wait = may_wait
@@ -111,3 +112,22 @@ async def test_a_failed_link_and_a_passed_deadline_end_the_wait_for_a_turn() -> 
     assert await late.get(loop.time()) is None
     with pytest.raises(SpecwireError, match="gone"):
         await failed.get(None)
+
+
+async def test_how_long_turns_were_waited_for_is_told() -> None:
+    """By who waited, of each wait once: from when there was something to read until it was read."""
+    told: list[float] = []
+    mails = boxes(2 * AT_ONCE + 1, 9, turns=Turns(told.append))
+    waiting = [asyncio.ensure_future(mail.get(None)) for mail in mails]
+    await asyncio.sleep(0)
+    for mail in mails:
+        mail.put("a")
+    asyncio.get_running_loop().call_soon(time.sleep, 0.02)
+    await asyncio.gather(*waiting)
+    waits = [mail.waited_ns for mail in mails]
+    assert waits[:AT_ONCE] == [0] * AT_ONCE and min(waits[AT_ONCE:]) > 0.02e9
+    assert told == [wait / 1e9 for wait in waits[AT_ONCE:]]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    mails[-1].put("b")
+    assert await mails[-1].get(None) and not mails[-1].waited_ns and len(told) == AT_ONCE + 1

@@ -1,94 +1,43 @@
-"""The workers of this coordinator: what each said of itself, its link, its load and its pace."""
+"""One target as the coordinator knows it: what it said of itself, its load and its pace."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
 
 import grpc
 
 from coordinator.costs import from_wire
-from coordinator.drafters import COLOCATED, SEPARATE, Drafters
-from coordinator.handshake import check_target, check_worker
-from coordinator.links import Link
+from coordinator.drafters import COLOCATED, Drafters
+from coordinator.handshake import check_target
 from coordinator.round_costs import RoundCosts
 from coordinator.settings import CoordinatorSettings
-from coordinator.standing import Standing
 from coordinator.text import TextModel
 from coordinator.tokenizer_cache import TokenizerCache
+from coordinator.turns import Turns
+from coordinator.worker import INFO_TIMEOUT_S, Worker
 from coordinator.yields import Yields
-from specwire.errors import Reason, SpecwireError
-from specwire.rpc import ASKS_MINOR, Message, channel_options
+from specwire.rpc import ASKS_MINOR
 from specwire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-ItemT = TypeVar("ItemT", bound=Message)
-_INFO_TIMEOUT_S = 5.0
 # Weight of the newest time in the running mean of rounds.
 _WEIGHT = 0.1
 ModelKey = tuple[str, str, str]
 
 
-def _channel(address: str) -> grpc.aio.Channel:
-    # Workers are local or in one network: a proxy from the environment is never meant for them.
-    options = [*channel_options(link=True), ("grpc.enable_http_proxy", 0)]
-    return grpc.aio.insecure_channel(address, options=options)
+class TargetWorker(Worker[target_pb2.TargetItem]):
+    """One target: its tokenizer, how long its steps take, and whether it takes new sessions."""
 
-
-class Worker(ABC, Generic[ItemT]):
-    """One address: the channel, and the link that greets who answers there."""
+    role = "target"
 
     def __init__(
         self,
         address: str,
         settings: CoordinatorSettings,
         coordinator: int,
-        *,
-        stub: Callable[[grpc.aio.Channel], Any],
-        frame: Callable[..., Any],
-        item: Callable[..., ItemT],
-    ) -> None:
-        self.address = address
-        self._channel = _channel(address)
-        self._stub = stub(self._channel)
-        self.link: Link[ItemT] = Link(
-            address=address,
-            coordinator=coordinator,
-            lease_ms=settings.lease_ms,
-            greet=self._greet,
-            open_stream=lambda: self._stub.Link(),
-            frame=lambda items: frame(items=items),
-            heartbeat=lambda beat: item(heartbeat=beat),
-        )
-
-    @abstractmethod
-    async def _greet(self) -> int:
-        """Asks who answers, checks it, and returns its incarnation."""
-
-    @property
-    def busy(self) -> int:
-        """Sessions it has, those of other coordinators included."""
-        link = self.link
-        return max(link.sessions, link.load_sessions)
-
-    @property
-    def waiting(self) -> int:
-        """Sessions that wait there, as far as it says."""
-        return int(getattr(self.link.load, "waiting", 0))
-
-    async def stop(self) -> None:
-        await self.link.stop()
-        await self._channel.close()
-
-
-class TargetWorker(Worker[target_pb2.TargetItem]):
-    """One target: its tokenizer, how long its steps take, and whether it takes new sessions."""
-
-    def __init__(
-        self, address: str, settings: CoordinatorSettings, coordinator: int, cache: TokenizerCache
+        cache: TokenizerCache,
+        turns: Turns | None = None,
     ) -> None:
         super().__init__(
             address,
@@ -97,6 +46,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             stub=target_pb2_grpc.TargetServiceStub,
             frame=target_pb2.TargetServiceLinkRequest,
             item=target_pb2.TargetItem,
+            turns=turns,
         )
         self._cache, self._settings = cache, settings
         # Drafters in the target's own process.
@@ -120,7 +70,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
 
     async def _greet(self) -> int:
         request = target_pb2.TargetServiceGetInfoRequest()
-        info = await self._stub.GetInfo(request, timeout=_INFO_TIMEOUT_S)
+        info = await self._stub.GetInfo(request, timeout=INFO_TIMEOUT_S)
         check_target(info)
         known = self.info.model.tokenizer_hash if self.info is not None else None
         if self.text is None or known != info.model.tokenizer_hash:
@@ -142,7 +92,7 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         stub = draft_pb2_grpc.DraftServiceStub(self._channel)
         try:
             info = await stub.GetInfo(
-                draft_pb2.DraftServiceGetInfoRequest(), timeout=_INFO_TIMEOUT_S
+                draft_pb2.DraftServiceGetInfoRequest(), timeout=INFO_TIMEOUT_S
             )
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -172,10 +122,8 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
 
     @property
     def busy(self) -> int:
-        link, most = self.link, self.placed
-        own, said = link.sessions, link.load_sessions
-        most = own if own > most else most
-        return said if said > most else most
+        link = self.link
+        return max(self.placed, link.sessions, link.load_sessions)
 
     @property
     def free_tokens(self) -> int | None:
@@ -209,83 +157,3 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
             busy = self.busy
             for each in self._yields.values():
                 each.note(now, tokens, busy, drafts if each is asked else None)
-
-
-class DraftWorker(Worker[draft_pb2.DraftItem]):
-    """One draft service: its drafters, and what is known of each."""
-
-    def __init__(
-        self,
-        address: str,
-        settings: CoordinatorSettings,
-        coordinator: int,
-        targets: list[TargetWorker],
-    ) -> None:
-        super().__init__(
-            address,
-            settings,
-            coordinator,
-            stub=draft_pb2_grpc.DraftServiceStub,
-            frame=draft_pb2.DraftServiceLinkRequest,
-            item=draft_pb2.DraftItem,
-        )
-        self._targets, self._settings = targets, settings
-        self.drafters: Drafters | None = None
-
-    @property
-    def info(self) -> draft_pb2.DraftServiceGetInfoResponse | None:
-        return self.drafters.info if self.drafters is not None else None
-
-    @property
-    def standings(self) -> dict[str, Standing]:
-        """By method."""
-        return self.drafters.standings if self.drafters is not None else {}
-
-    async def _greet(self) -> int:
-        request = draft_pb2.DraftServiceGetInfoRequest()
-        info = await self._stub.GetInfo(request, timeout=_INFO_TIMEOUT_S)
-        check_worker("draft", info.worker)
-        self.drafters = Drafters(info, SEPARATE, self._settings, self.drafters)
-        fitting, refused = self.judge_all()
-        for text in refused.values():
-            log.warning("drafter refused", extra={"address": self.address, "why": text})
-        if refused and not fitting:
-            raise SpecwireError(Reason.MODEL_MISMATCH, "; ".join(refused.values()))
-        return int(info.worker.incarnation)
-
-    def judge(
-        self, target: TargetWorker
-    ) -> tuple[dict[str, draft_pb2.DrafterInfo], dict[str, str]]:
-        """Drafters that fit the target as it is now, and the refusals of the others."""
-        if self.drafters is None or target.info is None:
-            return {}, {}
-        if (home := self._home()) is not None:
-            text = f"co-located with the target at {home}, whose sessions have it without a link"
-            return {}, dict.fromkeys(self.standings, text)
-        return self.drafters.judge(target.info)
-
-    def _home(self) -> str | None:
-        """The target in whose process these drafters are, given as a separate draft by mistake."""
-        assert self.drafters is not None
-        mine = self.drafters.incarnation
-        homes = [t.address for t in self._targets if t.info and t.info.worker.incarnation == mine]
-        return homes[0] if homes else None
-
-    def judge_all(self) -> tuple[dict[str, draft_pb2.DrafterInfo], dict[str, str]]:
-        """The same over all targets: refused is a drafter that fits none of them."""
-        fitting: dict[str, draft_pb2.DrafterInfo] = {}
-        refused: dict[str, str] = {}
-        for target in self._targets:
-            fits, not_fits = self.judge(target)
-            fitting.update(fits)
-            refused.update(not_fits)
-        return fitting, {m: text for m, text in refused.items() if m not in fitting}
-
-    @property
-    def answers_targets(self) -> bool:
-        """Whether a target may ask it on the stream of its rows."""
-        return self.info is not None and self.info.worker.protocol_minor >= ASKS_MINOR
-
-    @property
-    def push_address(self) -> str:
-        return (self.info.push_address if self.info is not None else "") or self.address
