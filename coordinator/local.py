@@ -26,7 +26,7 @@ from specwire.rpc import SOCKET_PATH_BYTES, channel_options
 from specwire.v1 import generate_pb2, generate_pb2_grpc
 
 Progress = Callable[[str], None]
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0  # where no kernel was compiled before it takes minutes
 STOP_GRACE_S = 8.0
 LOG_TAIL_LINES = 5
 # What `--colocate` takes where nothing is said: the default of a draft service too.

@@ -41,9 +41,10 @@ _OFF = 0.75
 @dataclass(slots=True)
 class _Load:
     """What is known at one load, its sessions' bit length: whether plain is better, what the latest
-    windows yielded (tokens a second), and the trial of the other way."""
+    windows of so many `sessions` yielded (tokens a second), and the trial of the other way."""
 
     plain: bool = False
+    sessions: int = 0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     # Windows since the last trial, and from how many on there is another.
     waited: int = 0
@@ -71,7 +72,7 @@ class _Load:
             self.waited += 1
             if self.waited < self.pause or len(self.recent) < _SOME:
                 return False
-            self.trial, self.trial_at, self.wins = True, now, 0
+            self.trial, self.trial_at = True, now
             return True
         if rate > _MARGIN * median(self.recent):
             self.wins += 1
@@ -79,17 +80,34 @@ class _Load:
                 return False
             self.plain, self.trial, self.waited, self.pause = not self.plain, False, 0, _PAUSE
             self.recent.clear()
+            self.wins = 0
             return False
         longest = max(_LONGEST_S, (now - self.trial_at) / _SHARE) / seconds
         self.pause = max(_PAUSE, min(_GROWTH * self.pause, longest))
-        self.trial, self.waited = False, 0
+        self.trial, self.waited, self.wins = False, 0, 0
         return True
 
+    def enter(self, sessions: int) -> None:
+        """So many sessions now. What others yielded here is compared with nothing that they do."""
+        if abs(sessions - self.sessions) > _slack(self.sessions):
+            self.recent.clear()
+            self.wins = 0
+        self.sessions = sessions
+
+    def leave(self) -> None:
+        """The load changed: a trial that was on is begun again when it is like now once more."""
+        self.trial = False
+
     def disturbed(self) -> None:
-        """The load changed: what was measured is compared with nothing that comes."""
+        """What was measured is compared with nothing that comes."""
         self.recent.clear()
         if self.trial:
             self.trial, self.waited, self.pause = False, 0, max(_PAUSE, self.pause)
+
+
+def _slack(sessions: int) -> int:
+    """How many sessions fewer or more are as many."""
+    return max(sessions // _ALIKE, int(sessions >= _FEW))
 
 
 class Yields:
@@ -126,9 +144,7 @@ class Yields:
         if sessions < _FEWEST:
             self._leave()
             return
-        level = self._level
-        slack = max(level // _ALIKE, int(level >= _FEW))
-        if self._load is None or abs(sessions - level) > slack:
+        if self._load is None or abs(sessions - self._level) > _slack(self._level):
             self._enter(sessions)
             self._begin(now)
         elif drafts is not None and drafts != self._drafts:
@@ -179,11 +195,12 @@ class Yields:
             near = min(self._loads, key=lambda at: abs(at - bucket), default=None)
             plain = near is not None and self._loads[near].plain
             found = self._loads[bucket] = _Load(plain)
+        found.enter(sessions)
         self._load, self._level = found, sessions
 
     def _leave(self) -> None:
         if self._load is not None:
-            self._load.disturbed()
+            self._load.leave()
         self._load, self._level = None, 0
 
     def _begin(self, now: float, *, settled: bool = False) -> None:

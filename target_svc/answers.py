@@ -16,7 +16,7 @@ from target_svc.asks import Answer, Answered, Question
 from target_svc.metrics import Metrics
 from target_svc.outcome import Outcome
 from target_svc.proposing import Made
-from target_svc.rows import rows_of
+from target_svc.rows import as_rows
 from target_svc.sessions import Session, Step
 
 
@@ -146,8 +146,8 @@ def _write(verdict: target_pb2.Verdict, ended: Ended, kept: Outcome) -> None:
     _put_timings(verdict.timings, step)
     if session.sink is not None and not ended.rows_wait:
         start = session.rows_start if ended.opening else base - 1
-        if session.waiting_from is not None:
-            start = min(start, session.waiting_from)
+        if session.waiting:
+            start = min(start, session.waiting[0][0])
         verdict.rows_start, verdict.rows_count = start, new_len - 1 - start
     if session.spec.margins:
         verdict.margins.extend(result.margins[:count])
@@ -212,31 +212,22 @@ def _send_missed(ended: Ended) -> None:
 
 
 def _send_rows(ended: Ended) -> None:
-    """Keeps and pushes the rows of the session's part, except those that the draft already has, or
-    keeps them only."""
-    session, start = ended.session, ended.item.start
-    if session.sink is None:
+    """Keeps and pushes the rows of the session's part, except those that the draft already has; or
+    leaves them where they are for now."""
+    session, start, result = ended.session, ended.item.start, ended.result
+    if session.sink is None or result.late_rows is None:
         return
-    rows = rows_of(ended.result)
-    if rows is None:
+    if ended.rows_wait:
+        session.waiting.append((start, result.late_rows))
         return
     step_id = ended.step.step_id
+    if session.waiting:
+        session.sink.push(step_id, *session.gather())
     skip = max(0, session.rows_start - start) if step_id == 0 else 0
     # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
     kept = ended.kept
     end = None if kept is None else ended.base + len(kept.tokens) - 1 - start
-    wanted = rows[skip:end]
-    if not len(wanted):
-        return
-    first = start + skip
-    session.history.add(first, wanted)
-    if ended.rows_wait:
-        if session.waiting_from is None:
-            session.waiting_from = first
-        return
-    if session.waiting_from is not None:
-        earlier = session.history.between(session.waiting_from, first)
-        session.waiting_from = None
-        if earlier is not None:
-            session.sink.push(step_id, *earlier)
-    session.sink.push(step_id, first, wanted)
+    wanted = as_rows(result.late_rows())[skip:end]
+    if len(wanted):
+        session.history.add(start + skip, wanted)
+        session.sink.push(step_id, start + skip, wanted)

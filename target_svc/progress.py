@@ -209,5 +209,5 @@ def _rows_wait(session: Session, step: Step) -> bool:
     goes_on = session.step is not None and not session.step.asked and not step.drafts_ahead
     if session.sink is None or not goes_on:
         return False
-    since = session.waiting_from if session.waiting_from is not None else step.base_len - 1
-    return session.history.holds(len(session.ids) - since) and len(session.ids) - since < _MOST_ROWS
+    count = len(session.waiting) + 1
+    return count < _MOST_ROWS and session.history.holds(count + 1)

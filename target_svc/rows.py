@@ -6,19 +6,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from engine.api import ItemResult
 from specwire.tensors import Rows
 from target_svc.asks import Answered, Question
 
 
-def rows_of(result: ItemResult) -> Rows | None:
-    """The result's rows, bits unchanged: numpy has no bfloat16, so they are viewed as uint16."""
-    found = result.rows  # waits for a device's
-    if found is None:
-        return None
+def as_rows(found: torch.Tensor) -> Rows:
+    """bf16 rows of a result, bits unchanged: numpy knows no bfloat16, so it sees uint16."""
     rows: Rows = found.contiguous().view(torch.uint16).numpy()
     return rows
 
@@ -80,13 +75,6 @@ class RowHistory:
                 break
             wanted.append((max(start, position), rows[max(0, position - start) :]))
         yield from reversed(wanted)
-
-    def between(self, first: int, end: int) -> tuple[int, Rows] | None:
-        """The kept rows of positions [first, end), as (start, rows); None: there are none."""
-        found = [(start, rows[: end - start]) for start, rows in self.since(first) if start < end]
-        if not found:
-            return None
-        return found[0][0], np.concatenate([rows for _, rows in found])
 
     def holds(self, count: int) -> bool:
         """Whether so many rows may wait here."""

@@ -116,14 +116,14 @@ async def measure(
         chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
         return await clients.sessions([request(mode, p, tokens, o) for p in chosen])
 
-    number, until = 0, time.monotonic() + o.settle
-    await turn(number, min(WARM_UP_TOKENS, o.max_tokens))
-    while time.monotonic() < until:
-        await turn(number := number + 1, o.max_tokens)
-    turns: list[list[Stream]] = []
-    until = time.monotonic() + o.seconds
-    while len(turns) * count < SESSIONS or time.monotonic() < until:
-        turns.append(await turn(number := number + 1, o.max_tokens))
+    until = time.monotonic() + o.settle
+    await turn(0, min(WARM_UP_TOKENS, o.max_tokens))
+    counted = max(o.turns, -(-SESSIONS // count))
+    for number in range(counted, len(prompts) + counted):  # other prompts than those that count
+        if time.monotonic() > until:
+            break
+        await turn(number, o.max_tokens)
+    turns = [await turn(number, o.max_tokens) for number in range(counted)]
     return cell(mode, turns, o.tau)
 
 
@@ -224,7 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, default=128, help="of random prompts")
     add("--max-tokens", type=int, default=128, help="of a session")
     add("--settle", type=float, default=2.0, help="seconds of load before what is counted")
-    add("--seconds", type=float, default=1.0, help="of load that is counted, at least")
+    add("--turns", type=int, default=3, help="of all sessions that are counted, at least")
     add("--clients", type=int, default=1, help="processes that the sessions are spread over")
     add("--k", type=int, default=None, help="draft tokens a round; unset: adaptive")
     add("--tau", type=float, default=None, help="tokens a round to assume: synthetic")

@@ -155,6 +155,26 @@ def test_fast_steps_are_judged_in_less_time(sessions: int) -> None:
         assert good.yields.allows(sessions)
 
 
+@pytest.mark.parametrize("sessions", [8, 33])
+def test_sessions_that_all_come_and_go_together_are_judged_over_several_turns(
+    sessions: int,
+) -> None:
+    """Each turn is shorter than windows and trial together, and all begin anew behind it."""
+    for seed in range(6):
+        made = World(3.0, plain_s=0.0015, rng=random.Random(seed))
+        for _ in range(8):
+            made.load(0)
+            for _ in range(sessions):
+                made.load(len(made.members) + 1)
+                made.yields.note(made.now, 1, len(made.members), None)
+            made.run(0.2)
+            for number in range(sessions, 0, -1):
+                made.yields.note(made.now, 1, number, None)
+        made.load(sessions)
+        made.run(0.02)
+        assert not made.yields.allows(sessions)
+
+
 @pytest.mark.parametrize("share", [1.2, 2.0])
 def test_trials_that_end_early_decide_as_well(share: float) -> None:
     """Both ways stay what they were, in most of so many worlds' time."""
