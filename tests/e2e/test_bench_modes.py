@@ -69,6 +69,7 @@ async def test_every_drafter_over_the_turns_of_a_chat(
         assert entry["identical"] == entry["prompts"] == 3, (label, entry["divergences"])
         assert set(entry["by_category"]) == {"turn 1", "turn 2", "turn 3"}
     assert report["modes"]["plain"]["tau"] == 1.0
-    for label in ("draft", "draft_model"):
-        # A draft as dear as its target need not pay, so K may well be 0 in most rounds.
-        assert report["modes"][label]["tau"] > 1.0
+    if not temperature:
+        # A draft as dear as its target does not pay: the first sessions try it, those that come
+        # later know.
+        assert report["modes"]["draft"]["tau"] > 1.0
