@@ -70,9 +70,12 @@ def _own(mode: Measured) -> tuple[float, float]:
 def _of_steps(
     mode: Measured, source: str, link: Link, verify_ms: float, draft_ms: float
 ) -> Predicted:
+    """Rounds in which the drafter was not asked are plain ones."""
     device_ms = verify_ms + draft_ms
-    outside_ms = link.outside_ms(mode.topology, mode.sessions, device_ms, mode.reads_rows)
-    return Predicted(mode, source, device_ms + outside_ms)
+    asked = link.outside_ms(mode.topology, mode.sessions, device_ms, mode.reads_rows)
+    plain = link.outside_ms(PLAIN, mode.sessions, device_ms)
+    share = mode.drafted if mode.topology != PLAIN else 0.0
+    return Predicted(mode, source, device_ms + share * asked + (1 - share) * plain)
 
 
 def _by_the_other(modes: Sequence[Measured], link: Link) -> list[Predicted]:

@@ -26,7 +26,8 @@ _ACCEPTED = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Means of one mode's rounds, in ms where it says so. Of one session alone `outside_ms`, beyond
+    """Means of one mode's rounds, in ms where it says so, of which the share `drafted` had draft
+    tokens. Of one session alone `outside_ms`, beyond
     the computing of both, is a median. None: the report does not tell."""
 
     label: str
@@ -39,6 +40,7 @@ class Measured:
     outside_ms: float
     tokens_per_s: float
     sessions: int = 1
+    drafted: float = 1.0
 
     @property
     def drafter(self) -> str:
@@ -130,6 +132,7 @@ def _cell(cell: Mapping[str, Any]) -> Measured:
         outside_ms=float(cell["outside_ms"]),
         tokens_per_s=float(cell["tokens_per_s"]),
         sessions=int(cell["sessions"]),
+        drafted=float(cell.get("drafted", 1.0)),
     )
 
 

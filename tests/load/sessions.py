@@ -40,7 +40,8 @@ SESSIONS = 12
 
 @dataclass(frozen=True)
 class Cell:
-    """One mode at one number of sessions. `round_ms`: of a session, from verdict to verdict;
+    """One mode at one number of sessions. `k`: draft tokens a round; `drafted`: share of the rounds
+    that had some. `round_ms`: of a session, from verdict to verdict;
     `outside_ms`: what a round takes beyond the computing of target and draft, median. The rest are
     means of all rounds: `draft_ms` what a drafter beside the target computes, `verify_ms` what is
     left of a round without it and without what is outside: of a separate drafter both together."""
@@ -51,6 +52,7 @@ class Cell:
     synthetic: bool
     tau: float
     k: float
+    drafted: float
     round_ms: float
     outside_ms: float | None
     verify_ms: float | None
@@ -101,6 +103,7 @@ def cell(mode: Mode, turns: Sequence[Sequence[Stream]], tau: float | None) -> Ce
         synthetic=synthetic,
         tau=round(own, 3),
         k=round(sum(d for _, d in steps) / max(len(steps), 1), 2),
+        drafted=round(sum(bool(d) for _, d in steps) / max(len(steps), 1), 3),
         round_ms=round(round_ms, 3),
         outside_ms=None if outside is None else round(outside / 1e3, 3),
         # Verdicts that come together count as nothing outside, and make the mean too large.

@@ -32,7 +32,7 @@ def test_only_the_time_that_all_sessions_share_counts() -> None:
     found = cell(DRAFT, [[one, two]], None)
     # From 1.5 to 2.5 s: 3 of the first session, 2 + 4 of the second.
     assert found.tokens_per_s == 9.0 and not found.synthetic
-    assert found.tau == round(13 / 5, 3) and found.k == 5.6
+    assert found.tau == round(13 / 5, 3) and (found.k, found.drafted) == (5.6, 0.8)
     assert found.round_ms == pytest.approx(2.6 * 2 / 9 * 1e3, abs=1e-3)
     assert found.outside_ms == 0.75  # of the rounds that drafted
     made_up = cell(DRAFT, [[one, two]], 4.0)

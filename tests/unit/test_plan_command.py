@@ -222,6 +222,17 @@ def test_a_run_with_many_sessions_tells_its_own_steps(plan: Any, tmp_path: Path)
     assert beside["round_ms"] == pytest.approx((16 + 2 * 0.9) * (1 + 1 / 9))
     assert apart["round_ms"] == pytest.approx(20 + 0.7 + 0.3 / 9 + 4 * 0.7)
     assert "dflash@colocated" in plan(*flags)[1]
+    # Where a third of the rounds had draft tokens the rest are plain ones.
+    (tmp_path / "cells.json").write_text(json.dumps([{**cell, "drafted": 1 / 3} for cell in CELLS]))
+    same, some, few = json.loads(plan(*flags, "--json")[1])
+    assert same["round_ms"] == alone["round_ms"]
+    turns, steps = 0.2 + 0.7, beside["measured"]["verify_ms"] + 3.0
+    assert some["round_ms"] == pytest.approx(
+        beside["round_ms"] / 3 + (steps + turns + (steps + turns) / 33) * 2 / 3
+    )
+    assert few["round_ms"] == pytest.approx(
+        apart["round_ms"] / 3 + (20 + turns + (20 + turns) / 33) * 2 / 3
+    )
     without = [{**cell, "verify_ms": None} for cell in CELLS]
     for bad, named in ((without, "--verify-ms"), ([], "--from-bench")):
         (tmp_path / "cells.json").write_text(json.dumps(bad))
