@@ -31,6 +31,8 @@ class _Question(NamedTuple):
     budget_s: float
     # The target has asked it before, for so many tokens: that answer is kept, and may come. 0: not.
     before: int
+    # It tells of more than a round brings, which the draft takes in first: no time of a round.
+    catches_up: bool = False
 
 
 class Separate(Drafting):
@@ -106,9 +108,12 @@ class Separate(Drafting):
             return False
         budget_s = self._budget_s(k) if k else 0.0
         rows = verdict.rows_start, verdict.rows_count
+        behind = len(ids) - self._at.told > len(verdict.tokens)
         if self._at.advance(verdict.step_id, ids, k, budget_s, *rows) and k:
             now = time.perf_counter_ns()
-            self._asked = _Question(verdict.step_id, ids, len(ids), k, now, budget_s, before)
+            self._asked = _Question(
+                verdict.step_id, ids, len(ids), k, now, budget_s, before, behind
+            )
             self._round_k, self._proposed, self._source = k, False, ""
         return k > 0
 
@@ -158,7 +163,7 @@ class Separate(Drafting):
         self._record.fell_back("late")
         self.waited_ns = time.perf_counter_ns() - asked.sent_ns
         self._record.spent("draft", self.waited_ns)
-        self._overdue = None if asked.before else asked
+        self._overdue = None if asked.before or asked.catches_up else asked
         if self._at.grace_s:
             # The drafter was taking in the context: that says nothing of the rounds to come.
             self._round_k = 0
@@ -187,7 +192,7 @@ class Separate(Drafting):
         self._record.spent("draft", min(worked, answered_ns))
         self._record.spent("link", answered_ns - worked)
         standing.breaker.success()
-        if not asked.before:
+        if not asked.before and not asked.catches_up:
             standing.note_proposal(answered_ns / 1e9)
         self._note_cost(asked, answered_ns)
         self.drafted_ns = message.timings.compute_ns + once
@@ -213,7 +218,7 @@ class Separate(Drafting):
     def _note_cost(self, asked: _Question, wall_ns: int) -> None:
         choice = self._at.choice
         # The first round takes in the whole context: no cost of a round, nor is the rest of a wait.
-        if choice is not None and not self._at.grace_s and not asked.before:
+        if choice is not None and not (self._at.grace_s or asked.before or asked.catches_up):
             busy, seconds = choice.worker.busy, wall_ns / 1e9
             choice.standing.costs.note(asked.k, busy, asked.length, seconds, False)
 

@@ -23,9 +23,13 @@ _WINDOW_S, _SETTLE_S, _ROUNDS = 0.25, 0.03, 2
 _SHORT_S = 0.06
 # The other way must yield so much more, in so many windows in a row: one alone may be a hiccup.
 _MARGIN, _WINS = 1.03, 2
-# A trial need not go on for a whole window once it is clear: of `n` verdicts, each of which brings
-# tokens with about such a deviation, the difference is more than so many deviations.
+# A window of a trial that is won need not last longer once that is clear: of `n` verdicts, each of
+# which brings tokens with about such a deviation, it is won by more than so many deviations. One
+# that seems lost may be a hiccup.
 _SOONEST_S, _SPREAD, _CLEAR = 0.03, 0.7, 2.5
+# Trials whose sessions went before anything was known, until the next one is waited for; and after
+# how long what was measured before the sessions went is compared with nothing.
+_TRIES, _STALE_S = 4, 2.0
 # It is compared with the median of the latest windows, once there are some.
 _RECENT, _SOME = 5, 3
 # Windows until the other way is tried first, then after each change, and how they grow with each
@@ -52,18 +56,19 @@ class _Load:
     trial: bool = False
     trial_at: float = 0.0
     wins: int = 0
+    tries: int = 0
+    left: float = 0.0
 
     @property
     def window_s(self) -> float:
         return _SHORT_S if self.pause == _FIRST and not self.trial else _WINDOW_S
 
     def clear(self, rate: float, seconds: float, verdicts: int) -> bool:
-        """Whether a trial's window that is not over yet will not end otherwise."""
+        """Whether a trial's window that is not over yet is won."""
         if not self.trial or seconds < _SOONEST_S:
             return False
         noise = 1 + _CLEAR * _SPREAD / sqrt(verdicts)
-        usual = median(self.recent)
-        return rate > _MARGIN * noise * usual or rate * noise < usual
+        return rate > _MARGIN * noise * median(self.recent)
 
     def window(self, rate: float, now: float, seconds: float) -> bool:
         """A window yielded `rate`. True: from now on it goes the other way."""
@@ -82,21 +87,27 @@ class _Load:
             self.recent.clear()
             self.wins = 0
             return False
-        longest = max(_LONGEST_S, (now - self.trial_at) / _SHARE) / seconds
+        longest = max(_LONGEST_S, (now - self.trial_at) / _SHARE) / max(seconds, _WINDOW_S)
         self.pause = max(_PAUSE, min(_GROWTH * self.pause, longest))
         self.trial, self.waited, self.wins = False, 0, 0
         return True
 
-    def enter(self, sessions: int) -> None:
-        """So many sessions now. What others yielded here is compared with nothing that they do."""
-        if abs(sessions - self.sessions) > _slack(self.sessions):
+    def enter(self, sessions: int, now: float) -> None:
+        """So many sessions now. What others yielded here, or long ago, is compared with nothing
+        that they do."""
+        if abs(sessions - self.sessions) > _slack(self.sessions) or now - self.left > _STALE_S:
             self.recent.clear()
             self.wins = 0
         self.sessions = sessions
 
-    def leave(self) -> None:
-        """The load changed: a trial that was on is begun again when it is like now once more."""
-        self.trial = False
+    def leave(self, now: float) -> None:
+        """The load changed. A trial that was on is begun again when it is like now once more: the
+        first ones at once, or short turns would never see one."""
+        if self.trial:
+            self.trial, self.tries = False, self.tries + 1
+            if self.pause > _FIRST or self.tries > _TRIES:
+                self.waited, self.pause = 0, max(_PAUSE, self.pause)
+        self.left = now
 
     def disturbed(self) -> None:
         """What was measured is compared with nothing that comes."""
@@ -142,10 +153,10 @@ class Yields:
         `drafts`: what `allows` said when its step was decided on; None: it was not asked.
         """
         if sessions < _FEWEST:
-            self._leave()
+            self._leave(now)
             return
         if self._load is None or abs(sessions - self._level) > _slack(self._level):
-            self._enter(sessions)
+            self._enter(sessions, now)
             self._begin(now)
         elif drafts is not None and drafts != self._drafts:
             self._begin(now)  # it is still on what was decided before the change
@@ -168,7 +179,7 @@ class Yields:
             return
         mean, changes = self._sessions / self._rounds, False
         if abs(mean - self._level) > _OFF:
-            self._enter(round(mean))
+            self._enter(round(mean), now)
             changes = True
         elif self._settled:
             changes = self._judge(now, seconds)
@@ -186,21 +197,21 @@ class Yields:
         load.plain = False
         return not before
 
-    def _enter(self, sessions: int) -> None:
+    def _enter(self, sessions: int, now: float) -> None:
         """A load begins as the nearest that is known."""
         bucket = sessions.bit_length()
-        self._leave()
+        self._leave(now)
         found = self._loads.get(bucket)
         if found is None:
             near = min(self._loads, key=lambda at: abs(at - bucket), default=None)
             plain = near is not None and self._loads[near].plain
             found = self._loads[bucket] = _Load(plain)
-        found.enter(sessions)
+        found.enter(sessions, now)
         self._load, self._level = found, sessions
 
-    def _leave(self) -> None:
+    def _leave(self, now: float) -> None:
         if self._load is not None:
-            self._load.leave()
+            self._load.leave(now)
         self._load, self._level = None, 0
 
     def _begin(self, now: float, *, settled: bool = False) -> None:

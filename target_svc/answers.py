@@ -41,6 +41,8 @@ class Ended:
     # The rows go out with those of a later step: behind each plain step of a run nobody proposes
     # anything, and one message for all of them costs both sides less.
     rows_wait: bool = False
+    # First of the rows that waited until this step's went out.
+    rows_from: int | None = None
 
     @property
     def asked_from(self) -> int:
@@ -146,8 +148,8 @@ def _write(verdict: target_pb2.Verdict, ended: Ended, kept: Outcome) -> None:
     _put_timings(verdict.timings, step)
     if session.sink is not None and not ended.rows_wait:
         start = session.rows_start if ended.opening else base - 1
-        if session.waiting:
-            start = min(start, session.waiting[0][0])
+        waiting = session.waiting_from if ended.rows_from is None else ended.rows_from
+        start = start if waiting is None else min(start, waiting)
         verdict.rows_start, verdict.rows_count = start, new_len - 1 - start
     if session.spec.margins:
         verdict.margins.extend(result.margins[:count])
@@ -213,21 +215,26 @@ def _send_missed(ended: Ended) -> None:
 
 def _send_rows(ended: Ended) -> None:
     """Keeps and pushes the rows of the session's part, except those that the draft already has; or
-    leaves them where they are for now."""
+    keeps them only."""
     session, start, result = ended.session, ended.item.start, ended.result
     if session.sink is None or result.late_rows is None:
         return
-    if ended.rows_wait:
-        session.waiting.append((start, result.late_rows))
-        return
     step_id = ended.step.step_id
-    if session.waiting:
-        session.sink.push(step_id, *session.gather())
     skip = max(0, session.rows_start - start) if step_id == 0 else 0
     # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
     kept = ended.kept
     end = None if kept is None else ended.base + len(kept.tokens) - 1 - start
-    wanted = as_rows(result.late_rows())[skip:end]
-    if len(wanted):
-        session.history.add(start + skip, wanted)
-        session.sink.push(step_id, start + skip, wanted)
+    wanted, first = as_rows(result.late_rows())[skip:end], start + skip
+    if not len(wanted):
+        return
+    session.history.add(first, wanted)
+    if ended.rows_wait:
+        if session.waiting_from is None:
+            session.waiting_from = first
+        return
+    if session.waiting_from is not None:
+        earlier = session.history.between(session.waiting_from, first)
+        ended.rows_from, session.waiting_from = session.waiting_from, None
+        if earlier is not None:
+            session.sink.push(step_id, *earlier)
+    session.sink.push(step_id, first, wanted)

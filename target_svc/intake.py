@@ -191,8 +191,6 @@ class Intake:
         if session.sink is None:
             raise SpecwireError(Reason.ROWS_REFUSED, "the session was opened without push_to")
         wanted, first = getattr(request, "from"), len(session.ids) - 1
-        if session.waiting:
-            session.gather()
         for start, rows in session.history.since(wanted):
             session.sink.push(max(0, session.done_step), start, rows)
             first = min(first, start)

@@ -21,8 +21,8 @@ from target_svc.sessions import Session, Step
 from target_svc.shapes import Shapes
 from target_svc.sharing import Sharing
 
-# Rows that wait for a later step at most.
-_MOST_ROWS = 64
+# Rows of a session that wait for a later step: those of many sessions may go out together.
+_WAITING_BYTES = 64 << 10
 
 
 class Progress:
@@ -209,5 +209,10 @@ def _rows_wait(session: Session, step: Step) -> bool:
     goes_on = session.step is not None and not session.step.asked and not step.drafts_ahead
     if session.sink is None or not goes_on:
         return False
-    count = len(session.waiting) + 1
-    return count < _MOST_ROWS and session.history.holds(count + 1)
+    most = session.history.may_wait(_WAITING_BYTES)
+    if most < 2:
+        return False
+    first = step.base_len - 1 if session.waiting_from is None else session.waiting_from
+    # Sessions whose runs began together push at different steps.
+    in_turn = (len(session.ids) + session.rank[1]) % most == 0
+    return len(session.ids) - first < most and not in_turn

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from specwire.tensors import Rows
@@ -76,6 +77,16 @@ class RowHistory:
             wanted.append((max(start, position), rows[max(0, position - start) :]))
         yield from reversed(wanted)
 
-    def holds(self, count: int) -> bool:
-        """Whether so many rows may wait here."""
-        return count <= self._limit
+    def between(self, first: int, end: int) -> tuple[int, Rows] | None:
+        """The kept rows of positions [first, end), as (start, rows); None: there are none."""
+        found = [(start, rows[: end - start]) for start, rows in self.since(first) if start < end]
+        if not found:
+            return None
+        return found[0][0], np.concatenate([rows for _, rows in found])
+
+    def may_wait(self, most_bytes: int) -> int:
+        """How many rows of the latest's size may wait here to be pushed."""
+        if not self._parts:
+            return 0
+        row = int(self._parts[-1][1][0].nbytes)
+        return min(most_bytes // max(row, 1), self._limit - 1)

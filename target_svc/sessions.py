@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from torch import Tensor
-
 from engine.api import Sampling, TokenLogprobs
 from engine.kv.pool import PageTable
-from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.asks import Answer
-from target_svc.rows import RowHistory, RowSink, as_rows
+from target_svc.rows import RowHistory, RowSink
 
 
 class Key(NamedTuple):
@@ -126,8 +121,8 @@ class Session:
     # Prompt positions that need not be run for anything but their KV: their rows are out, or will
     # never be. None: not begun.
     computed: int | None = None
-    # Rows that are pushed with those of a later step: one of each position from the first on.
-    waiting: list[tuple[int, Callable[[], Tensor]]] = field(default_factory=list)
+    # First position whose row is pushed with those of a later step; None: none waits.
+    waiting_from: int | None = None
     # First position whose row step 0 exports, and the prompt tokens that it did not run.
     rows_start: int = 0
     cached: int = 0
@@ -202,15 +197,6 @@ class Session:
         self.lease_s = lease_s or self.lease_s
         self.lease_until = now + self.lease_s
 
-    def gather(self) -> tuple[int, Rows]:
-        """The rows that wait, of which there are some, as (start, rows). They wait no longer, but
-        are in the history. Raises what an engine raises that failed late."""
-        first = self.waiting[0][0]
-        rows: Rows = np.concatenate([as_rows(late()) for _, late in self.waiting])
-        self.waiting.clear()
-        self.history.add(first, rows)
-        return first, rows
-
     def truncate(self, length: int) -> None:
         """Back to `length` committed tokens; the anchor's KV and rows go too."""
         assert not self.running and 0 < length <= len(self.ids)
@@ -221,6 +207,6 @@ class Session:
         # The anchor is run again in a block, even where it was part of the prompt.
         self.prompt_end = min(self.prompt_end, length - 1)
         self.history.truncate(length - 1)
-        while self.waiting and self.waiting[-1][0] >= length - 1:
-            self.waiting.pop()
+        if self.waiting_from is not None and self.waiting_from >= length - 1:
+            self.waiting_from = None
         self.finished = False

@@ -13,7 +13,7 @@ import torch
 from specwire.errors import Reason
 from specwire.rpc import CHUNK_BYTES
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
-from target_svc import push_stream
+from target_svc import progress, push_stream
 from target_svc.features import _allowed
 from target_svc.metrics import Metrics
 from target_svc.rows import RowHistory
@@ -33,6 +33,7 @@ from tests.service.toy_engine import EOS, HIDDEN, ToyEngine, continuation, row
 PROMPT = list(range(10, 80))
 TEXT = continuation(PROMPT, 40)
 ROW_BYTES = 2 * HIDDEN * len(TAPS)
+WAITING = 10 * ROW_BYTES  # in the test of sessions in step
 
 
 def expected(start: int, end: int, ids: list[int]) -> bytes:
@@ -111,10 +112,40 @@ async def test_rows_wait_only_where_they_are_kept(tmp_path: Path) -> None:
         await peer.verdict()
         await peer.send(verify(1, 71, free_run=5))
         counts = [(await peer.verdict()).rows_count for _ in range(6)]
-        assert sum(counts) == 6 and max(counts) == 2
+        assert counts == [1] * 6
         chunks = await draft.rows(76)
         rows = b"".join(c.rows for c in chunks if c.step_id)
         assert rows == expected(70, 76, [*PROMPT, *TEXT])
+
+
+async def test_rows_that_waited_fit_the_queue_of_sessions_in_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that begin together end together; what has waited by then is bounded."""
+    address, count = f"unix:{tmp_path / 'd.sock'}", 8
+    engine = ToyEngine(pages=500)
+    monkeypatch.setattr(progress, "_WAITING_BYTES", WAITING)
+    async with (
+        draft_server(address, FakeDraft()) as draft,
+        target(engine, push_queue_bytes=8 * WAITING + 256) as service,
+    ):
+        peer = service.peer()
+        for number in range(1, count + 1):
+            ids = [*PROMPT[:8], 100 + number]
+            await peer.send(open_target(ids, 200, key(number), push_to=push_to(address)))
+            await peer.verdict()
+        await draft.rows(9 * count)
+        engine.step_s = 0.002
+        for number in range(1, count + 1):
+            await peer.send(verify(1, 10, at=key(number), free_run=63))
+        verdicts = [await peer.verdict() for _ in range(64 * count)]
+        assert sum(v.rows_count for v in verdicts) == 64 * count
+        # A few rows a message, and sessions in turn.
+        told = [v.step_id for v in verdicts if v.rows_count]
+        assert len(told) < 64 * count / 3
+        assert max(told.count(step) for step in range(1, 64)) < count
+        await draft.rows((9 + 64) * count)
+        assert service.count("row_bytes", outcome="overflow") == 0
 
 
 async def test_rows_end_at_a_stop(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ class RoundWorld:
 
     def _advance(self, step_id: int, ids: list[int], k: int, *rest: Any) -> bool:
         self.answers.clear()
+        self.at.told = len(ids)
         if k:
             arrives = self.now + _ns(2 * self.here + self.draft)
             self.answers.append((arrives, self._proposal(step_id, len(ids), k)))

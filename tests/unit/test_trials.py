@@ -104,7 +104,7 @@ async def test_an_answer_kept_from_a_run_is_no_cost_of_another_k(
     """The last verdict of a run said `late`; asked once more, with the K of now, the draft says at
     once what it had by then."""
     world = RoundWorld(monkeypatch, STEP, DRAFT, 0.3, 0.3)
-    drafting = world.drafting
+    drafting, world.at.told = world.drafting, 9
     if again:
         drafting._run.begin(2, 0)
     late = target_pb2.Verdict(step_id=4, base_len=9, new_len=10, tokens=[1])

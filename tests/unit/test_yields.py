@@ -151,7 +151,7 @@ def test_fast_steps_are_judged_in_less_time(sessions: int) -> None:
         assert not made.yields.allows(sessions)
         good = World(1.1, plain_s=0.0015, rng=random.Random(seed))
         good.load(sessions)
-        good.run(0.5)
+        good.run(0.8)
         assert good.yields.allows(sessions)
 
 
@@ -173,6 +173,39 @@ def test_sessions_that_all_come_and_go_together_are_judged_over_several_turns(
         made.load(sessions)
         made.run(0.02)
         assert not made.yields.allows(sessions)
+
+
+@pytest.mark.parametrize(
+    ("sessions", "plain_s", "turn_s"), [(2, 0.1, 0.8), (8, 0.02, 0.4), (32, 0.0015, 0.1)]
+)
+def test_trials_that_nobody_sees_the_end_of_cost_little(
+    sessions: int, plain_s: float, turn_s: float
+) -> None:
+    """Sessions go before a trial of theirs is judged, again and again, where drafting is good."""
+    made = World(1.0, plain_s=plain_s)
+    forbidden = rounds = 0
+    while made.now < 2000 * plain_s:
+        made.load(sessions)
+        until = made.now + turn_s
+        while made.now < until:
+            made.round()
+            rounds += 1
+            forbidden += not made.yields.allows(sessions)
+        made.load(0)
+        for number in range(sessions, 0, -1):
+            made.yields.note(made.now, 1, number, None)
+    assert forbidden < 0.06 * rounds
+
+
+def test_trials_that_are_lost_are_a_minute_apart_in_the_end() -> None:
+    """However soon a trial ends: a world that changes is noticed within that time."""
+    made, begun = Batches(0.01), []
+    while made.now < 400:
+        before, drafts = made.yields.trying, made.yields.allows(32)
+        made.rounds(1, [drafts] * 32, 4 if drafts else 1)
+        if made.yields.trying and not before:
+            begun.append(made.now)
+    assert 55 < begun[-1] - begun[-2] < 70 and begun[0] < 1
 
 
 @pytest.mark.parametrize("share", [1.2, 2.0])
