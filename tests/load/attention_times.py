@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import LayerMode, Span
-from engine.attention.kernels.schedule import Tiles
+from engine.attention.kernels.schedule import Tiles, tiles_for
 from engine.attention.triton_attn import TritonAttention
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool
+from tests.engine.attention_parts import cut, sizes
 
 DTYPE = torch.bfloat16
 ROTATED_BYTES = 256 << 20  # more than the L2 cache holds
 Run = Callable[[int], Tensor]  # layer -> output
+_PARTS, _MOST_PARTS = "parts of ", 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,17 @@ class Setting:
         return [(k[pages].flatten(1, 2), v[pages].flatten(1, 2)) for k, v in both]
 
 
-def triton_run(setting: Setting, tiles: Tiles | None = None, few_rows: int = 0) -> Run:
+def triton_run(
+    setting: Setting, tiles: Tiles | None = None, few_rows: int = 0, part: int = 0
+) -> Run:
+    """`part`: keys of a part, where the schedule is not to choose."""
     point = setting.point
     modes = [LayerMode()] * setting.layers
     backend = TritonAttention(
         setting.cache, point.shape.heads, modes, DTYPE, tiles, few_rows=few_rows
     )
+    if part:
+        cut(backend, part)
     pages, batch = -(-point.context // setting.page), point.batch
     host = torch.empty(backend.words(batch, batch * point.width, pages), dtype=torch.int32)
     backend.fill(host.numpy(), setting.spans, batch, pages)
@@ -189,7 +196,19 @@ def bandwidth() -> float:
     return 2 * source.numel() / us * 1e6
 
 
-def run(only: str, page: int, flashinfer: bool) -> dict[str, Any]:
+def part_runs(setting: Setting) -> dict[str, Callable[[], Run]]:
+    """With keys cut in parts of one size, whatever the schedule would choose; not where there would
+    be more than a few for each place on the device."""
+    point, shape = setting.point, setting.point.shape
+    tiles = tiles_for(shape.heads // shape.kv_heads, shape.dim, True)
+    found: dict[str, Callable[[], Run]] = {}
+    for keys in sizes(tiles).values():
+        if keys and keys < point.context and point.batch * point.context // keys <= _MOST_PARTS:
+            found[f"{_PARTS}{keys}"] = partial(triton_run, setting, part=keys)
+    return found
+
+
+def run(only: str, page: int, flashinfer: bool, parts: bool = False) -> dict[str, Any]:
     rate = bandwidth()
     names: tuple[str | None, ...] = (
         torch.cuda.get_device_name(),
@@ -204,13 +223,14 @@ def run(only: str, page: int, flashinfer: bool) -> dict[str, Any]:
             continue
         setting, floor, found = Setting(point, page), point.bytes / rate * 1e6, {}
         runs = {"TRITON_ATTN": partial(triton_run, setting)} | peers_of(setting, flashinfer)
+        runs |= part_runs(setting) if parts else {}
         for name, make in runs.items():
             try:
                 found[name] = timed(make(), setting.layers)
             except Exception as error:  # a peer that cannot run must not end the comparison
                 print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
         text = "  ".join(f"{name} {us:.1f} ({us / floor:.2f})" for name, us in found.items())
-        peers = [us for name, us in found.items() if name != "TRITON_ATTN"]
+        peers = [us for name, us in found.items() if not name.startswith(("TRITON", _PARTS))]
         ratio = found.get("TRITON_ATTN", math.inf) / min(peers, default=math.nan)
         ratios.append(ratio)
         where = f"{point.shape.name:14}{point.width:>6}{point.context:>8}{point.batch:>6}"

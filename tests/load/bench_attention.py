@@ -3,7 +3,8 @@
 python -m tests.load.bench_attention --check           every backend against fp64, in parallel
 python -m tests.load.bench_attention --time --out F    decode and verify, against torch's kernels
 python -m tests.load.bench_attention --sweep           which tiles are best here, where it matters
---flashinfer times it too, where it is installed: it compiles for minutes.
+--flashinfer times it too, where it is installed: it compiles for minutes. --parts times ours with
+keys cut in parts of each size, whatever the schedule chooses.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def main() -> int:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--flashinfer", action="store_true")
+    parser.add_argument("--parts", action="store_true", help="with keys cut otherwise, too")
     parser.add_argument("--only", default="", help="cases or shapes whose name contains this")
     parser.add_argument("--shape", dest="only", help="the same")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
@@ -89,7 +91,7 @@ def main() -> int:
     if chosen.check:
         code = check(chosen.workers, chosen.only)
     if chosen.time:
-        results = times.run(chosen.only, chosen.page, chosen.flashinfer)
+        results = times.run(chosen.only, chosen.page, chosen.flashinfer, chosen.parts)
     if chosen.sweep:
         results["sweep"] = attention_sweep.run(
             chosen.only, chosen.page, chosen.flashinfer, chosen.workers
