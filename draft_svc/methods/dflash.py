@@ -160,7 +160,10 @@ class DFlashMethod(Method[DFlashContext]):
             return True
         return False
 
-    def propose(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
+    def propose(
+        self, requests: Sequence[Request[DFlashContext]], capture: bool = True
+    ) -> list[Draft]:
+        """See `Method.propose`; without `capture` of a graph where it meets a new shape."""
         # Few rows first: a long prompt must not keep the others waiting.
         contexts = sorted((r.context for r in requests), key=lambda c: c.pending_rows)
         self._write(contexts, _FORWARD_ROWS)
@@ -174,7 +177,7 @@ class DFlashMethod(Method[DFlashContext]):
                 ready.append((index, request))
         if ready:
             indices, chosen = zip(*ready, strict=True)
-            drafts.update(zip(indices, self.draft(wanted_of(chosen)), strict=True))
+            drafts.update(zip(indices, self.draft(wanted_of(chosen), capture), strict=True))
         return [drafts[index] for index in range(len(requests))]
 
     def _why_not(self, context: DFlashContext) -> str:
@@ -192,10 +195,10 @@ class DFlashMethod(Method[DFlashContext]):
             return REASON_PAGES
         return ""
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
+    def draft(self, wanted: Sequence[Wanted], capture: bool = True) -> list[Draft]:
         """Proposals of all blocks from one forward; their pages are reserved."""
         if self._stepper is not None:
-            found = self._stepper.run(wanted, self._confidences)
+            found = self._stepper.run(wanted, self._confidences, capture)
             return [Draft(own.ids, own.confidences) for own in found]
         return self._draft_on_host(wanted)
 

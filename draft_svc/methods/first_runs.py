@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Protocol
 
-from draft_svc.methods.base import Method, Request
+import torch
+
+from draft_svc.methods.base import Draft, MethodInfo, Request
 from draft_svc.methods.dflash_context import DFlashContext
 from engine.api import Sampling
 from engine.block_step import CallShape
@@ -25,11 +28,21 @@ _FILTERED = Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01)
 Fill = Callable[[int, int], list[DFlashContext]]
 
 
+class Proposer(Protocol):
+    """A `Method` whose proposals may leave captures to later."""
+
+    @property
+    def info(self) -> MethodInfo: ...
+
+    def propose(
+        self, requests: Sequence[Request[DFlashContext]], capture: bool = True
+    ) -> list[Draft]: ...
+
+    def close(self, context: DFlashContext) -> None: ...
+
+
 def first_runs(
-    method: Method[DFlashContext],
-    fill: Fill,
-    shapes: Iterable[CallShape],
-    writes: Iterable[int] = (),
+    method: Proposer, fill: Fill, shapes: Iterable[CallShape], writes: Iterable[int] = ()
 ) -> None:
     """Takes in each of those numbers of rows, then proposes in every shape, those of a batch
     together. What has no pages or no room is not run. Keeps no pages."""
@@ -43,13 +56,15 @@ def first_runs(
         for shape in same:
             for context in contexts:
                 context.sampling = _FILTERED if shape.filtered else _GREEDY
-            drafts = method.propose([Request(c, min(shape.slots, tokens)) for c in contexts])
-            count += all(draft.ids for draft in drafts)
+            requests = [Request(c, min(shape.slots, tokens)) for c in contexts]
+            count += all(draft.ids for draft in method.propose(requests, shape.captured))
         _close(method, contexts)
+    if method.info.device != "cpu":
+        torch.cuda.empty_cache()  # what large batches took is for whoever needs it
     spent = time.perf_counter() - began
     log.info("warmed %d shapes of proposals of %s in %.1f s", count, method.info.method, spent)
 
 
-def _close(method: Method[DFlashContext], contexts: list[DFlashContext]) -> None:
+def _close(method: Proposer, contexts: list[DFlashContext]) -> None:
     for context in contexts:
         method.close(context)

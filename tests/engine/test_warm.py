@@ -12,6 +12,12 @@ from tests.engine import interpreted
 from tests.engine.fake_graphs import FakeGraphs
 from tests.load.free_model import LAYERS, FreeEngine
 
+CHECKS = {
+    "check_a_draft",
+    "check_more_blocks_are_compiled_for_but_not_captured",
+    "check_a_draft_with_few_pages",
+    "check_a_drafter_in_its_target",
+}
 GREEDY, FILTERED = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=3, top_k=9)
 
 
@@ -142,4 +148,5 @@ def test_sizes_that_are_taken() -> None:
 @pytest.mark.timeout(300)
 def test_kernels_under_the_interpreter() -> None:
     """Real kernels and drafts; `warm_checks` says what of them."""
-    assert not any(interpreted.run("tests.engine.warm_checks").values())
+    found = interpreted.run("tests.engine.warm_checks")
+    assert set(found) == CHECKS and not any(found.values()), found
