@@ -18,7 +18,7 @@ from engine.api import Proposed, Sampling
 from engine.attention.base import DeviceAttention, Span
 from engine.batch import slots_of
 from engine.device_draw import DeviceDrawer
-from engine.draw_rows import DRAW_WORDS, DrawRows, DrawWords
+from engine.draw_rows import DrawRows, DrawWords, draw_words
 from engine.graphs import StepGraphs, up_to
 from engine.models.dflash import Block, DFlashModel, SlotDraws
 from engine.models.layers import Rows
@@ -116,7 +116,7 @@ class BlockStepper:
                 attention = words.device("attention")
                 plan = self._model.backend.view(attention, batch, self._pages, size)
             states, anchors = self._states(words, plan, batch, count)
-            how = DrawRows.of(words.device("draws"), filtered)
+            how = DrawRows.of(words.device("draws"), batch * self._draws_of(count), filtered)
             found = self._model.draw_slots(states, anchors, how, self._drawer, chances)
             return _Drawn(_packed(found), plan)
 
@@ -162,7 +162,7 @@ class BlockStepper:
             ids=rows,
             positions=rows,
             slots=rows,
-            draws=DRAW_WORDS * batch * self._draws_of(count),
+            draws=draw_words(batch * self._draws_of(count)),
             attention=attention,
         )
 

@@ -2,8 +2,8 @@
 compiler or for the capture of a graph.
 
 A kernel is compiled for what it is launched with: the tile of so many rows, the launch of few
-rows, spans over one chunk of keys or several, words that begin at a multiple of 16 bytes or not.
-Every shape here is there for one of these, or for a graph of its own.
+rows, spans over one chunk of keys or several. Every shape here is there for one of these, or for a
+graph of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ log = logging.getLogger(__name__)
 
 # Keys in front of a prompt's chunk: none, one chunk of the attention's, several.
 _STARTS = (0, 256, 2048)
-# Rows that draw in one launched step: the words that say how stand at other places, and up to 16
-# rows are launched in another way than more.
-_DRAWS = (2, 4, 17, 18, 20)
+# Rows that draw in one launched step: up to 16 are launched in another way than more.
+_DRAWS = (1, 17)
 # What is only compiled for has no more rows: logits of more would take memory that others need.
 _MOST_ROWS = 512
 _GREEDY = Sampling(temperature=0.0)
@@ -146,7 +145,7 @@ def _launched(chunk: int, modes: Modes) -> Iterator[Shape]:
             for exact in modes(1, rows):
                 yield Shape(1, rows, 1, start, exact=exact)
     for filtered in (False, True):
-        for draws in (1, *_DRAWS):
+        for draws in _DRAWS:
             # One row more than draw: with as many it would be a block.
             yield Shape(1, draws + 1, draws, filtered=filtered)
     # The first rows that leave the device.
