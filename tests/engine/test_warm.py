@@ -150,3 +150,10 @@ def test_kernels_under_the_interpreter() -> None:
     """Real kernels and drafts; `warm_checks` says what of them."""
     found = interpreted.run("tests.engine.warm_checks")
     assert set(found) == CHECKS and not any(found.values()), found
+
+
+@pytest.mark.timeout(300)
+def test_no_step_waits_for_a_compiler() -> None:
+    found = interpreted.run("tests.engine.specialisation_checks")
+    assert list(found) == ["check_no_step_compiles_a_kernel_after_warming"], found
+    assert not any(found.values()), found
