@@ -177,7 +177,8 @@ class WarmUp:
 
     sessions  graphs are captured of steps of up to so many; for more, kernels are compiled
     widest    most rows of a session's block
-    exports   layers whose rows sessions will ask for, as `Item.taps`: graphs of such steps too
+    exports   layers whose rows sessions will ask for, as `Item.taps`: graphs of such steps, and of
+              those without only for one and two sessions
     apart     a co-located drafter keeps no context for some sessions
     """
 

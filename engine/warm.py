@@ -29,6 +29,9 @@ _STARTS = (0, 256, 2048)
 _DRAWS = (1, 17)
 # What is only compiled for has no more rows: logits of more would take memory that others need.
 _MOST_ROWS = 512
+# Where it is known what rows sessions ask for, most of them do: other steps are captured of up to
+# so many.
+_FEW_SESSIONS = 2
 _GREEDY = Sampling(temperature=0.0)
 _FILTERED = Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01)
 
@@ -130,12 +133,10 @@ def shapes(
                 yield Shape(sessions, rows, rows, exact=exact, captured=False)
     for sessions, rows in reversed(held):
         for exact in modes(sessions, rows):
-            for taps, drafted in _kinds(wanted):
-                for filtered in (False, True):
-                    yield Shape(
-                        sessions, rows, rows, filtered=filtered, exact=exact, taps=taps,
-                        drafted=drafted,
-                    )  # fmt: skip
+            for taps, drafted, filtered in _kinds(wanted, sessions):
+                yield Shape(
+                    sessions, rows, rows, filtered=filtered, exact=exact, taps=taps, drafted=drafted
+                )
 
 
 def _launched(chunk: int, modes: Modes) -> Iterator[Shape]:
@@ -163,8 +164,12 @@ def prompt_rows(chunk: int) -> list[int]:
     return sorted({size for size in sizes if size <= chunk} | {chunk + chunk // 4})
 
 
-def _kinds(wanted: WarmUp) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Layers whose rows are asked for, and whether a co-located drafter reads its own."""
+def _kinds(wanted: WarmUp, sessions: int) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
+    """Layers whose rows are asked for, whether a co-located drafter reads its own, and whether rows
+    have filters."""
+    every = not wanted.exports or sessions <= _FEW_SESSIONS
     for drafted in (True, False) if wanted.apart else (True,):
-        for taps in dict.fromkeys(((), wanted.exports)):
-            yield taps, drafted
+        for taps in dict.fromkeys((wanted.exports, ())):
+            for filtered in (False, True):
+                if every or (taps and not filtered):
+                    yield taps, drafted, filtered

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from engine.api import Engine, Item, Sampling, WarmUp
 from engine.errors import OutOfPages
 from specwire.v1 import common_pb2
+from target_svc.draft_layers import draft_layers
 from target_svc.settings import TargetSettings
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,13 @@ def prepared(
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> tuple[common_pb2.StepCost, ...]:
     """Warms the engine up where kernels are compiled, then measures it: a step that is met for the
-    first time says nothing. Raises SettingRefused."""
+    first time says nothing. Raises SettingRefused, CheckpointError."""
     if settings.warm_sessions and engine.info.device != "cpu":
         engine.warm_up(
             WarmUp(
                 sessions=max(settings.warm_sessions, *_SESSIONS),
                 widest=max(settings.max_draft_tokens + 1, *_ROWS),
-                exports=settings.warm_taps,
+                exports=draft_layers(settings),
                 apart=colocated and settings.draft_context == "own",
             )
         )
