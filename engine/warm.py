@@ -12,14 +12,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from engine.api import Engine, Item, ItemResult, Sampling, WarmUp
 from engine.device_step import DeviceStepper
-from engine.errors import OutOfPages, SettingRefused
+from engine.errors import SettingRefused
 from engine.kv.pool import PageTable
+from engine.meeting import met
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +71,10 @@ def run(engine: Engine, stepper: DeviceStepper, wanted: WarmUp, chunk: int, step
     for shape in shapes(stepper, wanted, chunk, engine.rows_independent):
         if shape.start + shape.rows > engine.info.max_length:
             continue
-        try:
-            _meet(engine, shape, step)
-        except OutOfPages:
-            continue
-        except torch.OutOfMemoryError:
-            log.warning("no memory to meet %s before there are sessions", shape)
-            torch.cuda.empty_cache()
-            continue
-        count += 1
+        if wanted.stopped():
+            break
+        # What is not captured is of more sessions than were asked for.
+        count += met(shape, shape.captured, partial(_meet, engine, shape, step))
     if engine.info.device != "cpu":
         torch.cuda.empty_cache()  # what large steps took is for whoever needs it
     log.info("warmed %d step shapes in %.1f s", count, time.perf_counter() - began)
@@ -89,7 +86,7 @@ def _check_exports(exports: tuple[int, ...], layers: int) -> None:
         raise SettingRefused("warm_taps", exports, f"layers 0 to {layers - 1}, rising")
 
 
-def _meet(engine: Engine, shape: Shape, step: Step) -> None:
+def _meet(engine: Engine, shape: Shape, step: Step) -> bool:
     tables: list[PageTable] = []
     try:
         for _ in range(shape.sessions):
@@ -97,6 +94,7 @@ def _meet(engine: Engine, shape: Shape, step: Step) -> None:
             # What the pages hold does not matter; nobody else sees them.
             tables[-1].length = shape.start
         step([_item(shape, table) for table in tables], capture=shape.captured)
+        return True
     finally:
         for table in tables:
             table.free()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.api import Engine, Item, Sampling, WarmUp
+from engine.api import Engine, Item, Sampling, WarmUp, never
 from engine.errors import OutOfPages
 from specwire.v1 import common_pb2
 from target_svc.draft_layers import draft_layers
@@ -28,9 +28,11 @@ def prepared(
     settings: TargetSettings,
     colocated: bool,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
+    stopped: Callable[[], bool] = never,
 ) -> tuple[common_pb2.StepCost, ...]:
     """Warms the engine up where kernels are compiled, then measures it: a step that is met for the
-    first time says nothing. Raises SettingRefused, CheckpointError."""
+    first time says nothing. What is left once it is `stopped` is left out. Raises SettingRefused,
+    CheckpointError, BackendUnavailable."""
     if settings.warm_sessions and engine.info.device != "cpu":
         engine.warm_up(
             WarmUp(
@@ -38,8 +40,11 @@ def prepared(
                 widest=max(settings.max_draft_tokens + 1, *_ROWS),
                 exports=draft_layers(settings),
                 apart=colocated and settings.draft_context == "own",
+                stopped=stopped,
             )
         )
+    if stopped():
+        return ()
     log.info("measuring steps")
     return tuple(measure(engine, settings.exactness == "exact", clock_ns))
 

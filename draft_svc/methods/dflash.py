@@ -8,7 +8,7 @@ same noise, same filters, the index of the token being drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from draft_svc.methods.dflash_context import DFlashContext, nonempty
 from draft_svc.methods.dflash_info import info_of
 from draft_svc.methods.first_runs import first_runs
 from draft_svc.methods.host_draws import draft_on_host
-from engine.api import Sampling
+from engine.api import Sampling, never
 from engine.block_step import Wanted
 from engine.errors import OutOfPages
 from engine.kv.pool import PoolStats
@@ -217,13 +217,15 @@ class DFlashMethod(Method[DFlashContext]):
     def check_integrity(self) -> None:
         self._model.pool.check_integrity()
 
-    def warm_up(self) -> None:
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
         """Packs, plans, compiles and allocates what the first session would wait for, and
         measures."""
         info = self._info
         if self._stepper is not None and self._warm_sessions:
             shapes = self._stepper.shapes(self._warm_sessions, info.max_draft_tokens)
-            first_runs(self, self._filled, shapes, prompt_rows(_FORWARD_ROWS))
+            first_runs(self, self._filled, shapes, prompt_rows(_FORWARD_ROWS), stopped)
+        if stopped():
+            return
         costs = measure(
             self, self._filled, tokens=info.max_draft_tokens, max_length=self._max_length
         )
@@ -233,10 +235,15 @@ class DFlashMethod(Method[DFlashContext]):
         """Contexts of zeros."""
         rows = np.zeros((length - 1, self._row_width), dtype=np.uint16)
         contexts = [self.open([0] * length, Sampling(temperature=0.0)) for _ in range(sessions)]
-        for context in contexts:
-            self.update(context, length, (), [RowBlock(0, rows)])
-        while self.work():
-            pass
+        try:
+            for context in contexts:
+                self.update(context, length, (), [RowBlock(0, rows)])
+            while self.work():
+                pass
+        except BaseException:
+            for context in contexts:
+                self.close(context)
+            raise
         return contexts
 
 
