@@ -177,7 +177,7 @@ class LocalDeployment:
             if options.colocate:
                 flags += ["--colocate", options.colocate, "--draft-checkpoint", options.draft]
             else:
-                flags += ["--push-allow", self.draft_address]
+                flags += ["--push-allow", self.draft_address, "--warm-draft", options.draft]
         elif module == "draft_svc":
             address = self.draft_address
             flags = ["--draft", options.draft, "--target", options.model, "--threads", threads]

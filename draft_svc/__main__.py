@@ -32,6 +32,7 @@ async def serve(stop: asyncio.Event) -> None:
         push_address=settings.push_address,
         reflection=settings.reflection,
         drain_s=settings.drain_ms / 1000,
+        stopped=stop.is_set,
     )
     with ExitStack() as stack:
         if settings.metrics_port:
@@ -39,7 +40,8 @@ async def serve(stop: asyncio.Event) -> None:
             stack.enter_context(closing(metrics_server(settings.metrics_port, registry=registry)))
         async with host:
             loaded()
-            _progress(f"ready at {host.address}")
+            if not stop.is_set():
+                _progress(f"ready at {host.address}")
             await stop.wait()
 
 

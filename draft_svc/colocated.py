@@ -7,7 +7,7 @@ The drafter never sees a session: a step gives it rows, a decided verdict asks i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from draft_svc.methods.dspark import DSparkMethod
 from draft_svc.methods.first_runs import first_runs
 from draft_svc.metrics import Metrics
 from draft_svc.service import SERVICE_NAME
-from engine.api import Ask, Proposed, Sampling
+from engine.api import Ask, Proposed, Sampling, never
 from engine.attention.request import KVGroup
 from engine.block_step import Wanted
 from engine.colocated import DrafterSettings, Group, Handles, TapRows, Target
@@ -141,12 +141,15 @@ class BlockDrafter:
         self._longest = handles.max_length
         return self._config.tap_ids
 
-    def warm_up(self) -> None:
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
         info = self._method.info
         tokens, longest = info.max_draft_tokens, min(info.max_length_tokens, self._longest)
         stepper, sessions = self._stepper, self._settings.warm_sessions
         if stepper is not None and sessions and self._model.device.type == "cuda":
-            first_runs(self._method, self._filled, stepper.shapes(sessions, tokens))
+            shapes = stepper.shapes(sessions, tokens)
+            first_runs(self._method, self._filled, shapes, stopped=stopped)
+        if stopped():
+            return
         costs = measure(self._method, self._filled, tokens=tokens, max_length=longest)
         self._info = replace(info, costs=costs)
 

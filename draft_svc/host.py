@@ -10,6 +10,7 @@ from draft_svc.metrics import Metrics
 from draft_svc.protocol import Limits, Protocol
 from draft_svc.service import SERVICE_NAME, DraftServicer
 from draft_svc.worker import Methods, Worker
+from engine.api import never
 from specwire.rpc import new_incarnation
 from specwire.serve import GrpcHost
 from specwire.v1 import draft_pb2_grpc
@@ -34,10 +35,12 @@ class DraftHost:
         push_address: str = "",
         reflection: bool = False,
         drain_s: float = 0.5,
+        stopped: Callable[[], bool] = never,
     ) -> None:
+        """Never says that it serves where the start is `stopped` while methods load."""
         self.incarnation = new_incarnation()
         self.metrics = Metrics()
-        self.worker = Worker(load)
+        self.worker, self._stopped = Worker(load, stopped), stopped
         self.protocol = Protocol(self.worker, default_method, limits, self.metrics)
         self._address, self._push_address = address, push_address
         self._reflection, self._drain_s = reflection, drain_s
@@ -59,7 +62,8 @@ class DraftHost:
             await self._host.drain(0)
             await self.worker.stop()
             raise
-        await self._host.set_serving(True)
+        if not self._stopped():
+            await self._host.set_serving(True)
         self._sweeper = asyncio.create_task(self._sweep())
         return self
 

@@ -17,7 +17,8 @@ from functools import partial
 
 from draft_svc.jobs import Computed, Handle, Job, OpenJob, ProposeJob, UpdateJob
 from draft_svc.methods.base import REASON_DEADLINE, AnyMethod, Draft, MethodInfo, Request
-from engine.errors import EngineError
+from engine.api import never
+from engine.errors import BackendUnavailable, EngineError
 from engine.kv.pool import PoolStats
 from specwire.errors import Reason, SpecwireError, internal_error
 
@@ -28,10 +29,11 @@ Result = Callable[[], None]
 
 
 class Worker:
-    """Loads the methods on its thread, then serves jobs until `stop`."""
+    """Loads the methods on its thread, then serves jobs until `stop`. Methods are not warmed up
+    once the start is `stopped`."""
 
-    def __init__(self, load: Callable[[], Methods]) -> None:
-        self._load = load
+    def __init__(self, load: Callable[[], Methods], stopped: Callable[[], bool] = never) -> None:
+        self._load, self._stopped = load, stopped
         self._jobs: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
         self._next: list[Job] = []
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -84,8 +86,8 @@ class Worker:
     def _run(self) -> None:
         try:
             self._methods = self._load()
-            for method in self._methods.values():
-                method.warm_up()
+            for name, method in self._methods.items():
+                self._warm_up(name, method)
             self.infos = {name: method.info for name, method in self._methods.items()}
             self._publish_stats()
         except Exception as error:
@@ -100,6 +102,13 @@ class Worker:
             if results:
                 self._post(results)
             more_work = self._work()
+
+    def _warm_up(self, name: str, method: AnyMethod) -> None:
+        try:
+            if not self._stopped():
+                method.warm_up(self._stopped)
+        except BackendUnavailable as error:
+            raise SpecwireError(Reason.BACKEND_UNAVAILABLE, f"{name}: {error}") from error
 
     def _settle(self, error: Exception | None) -> None:
         if self._ready.done():  # the start was cancelled

@@ -171,20 +171,28 @@ def nothing() -> None:
     """For whoever need not be told."""
 
 
+def never() -> bool:
+    """For whoever is not stopped."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class WarmUp:
     """What is worth meeting before there are sessions.
 
     sessions  graphs are captured of steps of up to so many; for more, kernels are compiled
     widest    most rows of a session's block
-    exports   layers whose rows sessions will ask for, as `Item.taps`: graphs of such steps too
+    exports   layers whose rows sessions will ask for, as `Item.taps`: graphs of such steps, and of
+              those without only for one and two sessions
     apart     a co-located drafter keeps no context for some sessions
+    stopped   asked between two steps: whether to leave the rest out, since nobody will be served
     """
 
     sessions: int
     widest: int
     exports: tuple[int, ...] = ()
     apart: bool = False
+    stopped: Callable[[], bool] = field(default=never, compare=False)
 
 
 class Engine(Protocol):
@@ -234,7 +242,7 @@ class Engine(Protocol):
         """Runs what compiles kernels and captures graphs, before there are sessions, and returns
         how many shapes of steps: 0 where nothing is made when it is first met. What there is no
         room for is left out; no pages are kept. Raises SettingRefused for layers that are not
-        there."""
+        there, BackendUnavailable for a kernel that cannot be compiled."""
         ...
 
     def stats(self) -> PoolStats: ...
@@ -304,8 +312,9 @@ class Drafter(Protocol):
         """Loads its weights, over the memory of its groups. Returns the tap layers it reads."""
         ...
 
-    def warm_up(self) -> None:
-        """Pays first-call costs and measures what a proposal costs."""
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
+        """Pays first-call costs and measures what a proposal costs, or leaves the rest of it out
+        once it is `stopped`."""
         ...
 
     def write(self, rows: TapRows) -> None:

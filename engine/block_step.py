@@ -18,7 +18,7 @@ from engine.api import Proposed, Sampling
 from engine.attention.base import DeviceAttention, Span
 from engine.batch import slots_of
 from engine.device_draw import DeviceDrawer
-from engine.draw_rows import DRAW_WORDS, DrawRows, DrawWords
+from engine.draw_rows import DrawRows, DrawWords, draw_words
 from engine.graphs import StepGraphs, up_to
 from engine.models.dflash import Block, DFlashModel, SlotDraws
 from engine.models.layers import Rows
@@ -51,11 +51,13 @@ class _Drawn:
 
 
 class CallShape(NamedTuple):
-    """`slots` of each of `blocks` propose, some of them with filters where it is `filtered`."""
+    """`slots` of each of `blocks` propose, some of them with filters where it is `filtered`.
+    `captured`: by a graph, where one can hold it."""
 
     blocks: int
     slots: int
     filtered: bool
+    captured: bool = True
 
 
 class BlockStepper:
@@ -78,26 +80,27 @@ class BlockStepper:
 
     def shapes(self, sessions: int, tokens: int) -> list[CallShape]:
         """All that calls for up to `sessions` sessions and `tokens` tokens are run in, and greedy
-        ones of more sessions, since other kernels are compiled for many rows. The largest come
-        first: the others find the memory that it took."""
+        ones of more sessions that are not captured, since other kernels are compiled for many rows.
+        The largest come first: the others find the memory that it took."""
         counts = sorted({self._count(k) for k in range(1, tokens + 1)}, reverse=True)
         few = up_to(_BATCHES, sessions)
         many = up_to(_BATCHES, _MOST_ROWS // self._model.config.block_size)
-        found = [CallShape(b, counts[0], False) for b in reversed(many) if b > few[-1]]
+        found = [CallShape(b, counts[0], False, False) for b in reversed(many) if b > few[-1]]
         return found + [
             CallShape(b, c, f) for b in reversed(few) for f in (False, True) for c in counts
         ]
 
     @torch.inference_mode()
-    def run(self, wanted: Sequence[Wanted], chances: bool) -> list[Proposed]:
+    def run(self, wanted: Sequence[Wanted], chances: bool, capture: bool = True) -> list[Proposed]:
         """The tokens of each block, with their chances where they are asked for or the draft gives
-        them anyway. The tables keep their lengths. Raises OutOfPages."""
+        them anyway. The tables keep their lengths; without `capture` no graph is captured. Raises
+        OutOfPages."""
         found: list[Proposed] = []
         for first in range(0, len(wanted), _BATCHES[-1]):
-            found += self._run(wanted[first : first + _BATCHES[-1]], chances)
+            found += self._run(wanted[first : first + _BATCHES[-1]], chances, capture)
         return found
 
-    def _run(self, wanted: Sequence[Wanted], chances: bool) -> list[Proposed]:
+    def _run(self, wanted: Sequence[Wanted], chances: bool, capture: bool) -> list[Proposed]:
         self._model.reserve([own.block for own in wanted])
         batch, count = self._shape(wanted)
         filtered = any(filters(own.sampling) for own in wanted)
@@ -113,11 +116,11 @@ class BlockStepper:
                 attention = words.device("attention")
                 plan = self._model.backend.view(attention, batch, self._pages, size)
             states, anchors = self._states(words, plan, batch, count)
-            how = DrawRows.of(words.device("draws"), filtered)
+            how = DrawRows.of(words.device("draws"), batch * self._draws_of(count), filtered)
             found = self._model.draw_slots(states, anchors, how, self._drawer, chances)
             return _Drawn(_packed(found), plan)
 
-        drawn = self._graphs.run((batch, count, filtered, chances), body)
+        drawn = self._graphs.run((batch, count, filtered, chances), body, capture)
         return _proposals(drawn.values.cpu(), wanted)
 
     def _states(self, words: StepWords, plan: Any, batch: int, count: int) -> tuple[Tensor, Tensor]:
@@ -159,7 +162,7 @@ class BlockStepper:
             ids=rows,
             positions=rows,
             slots=rows,
-            draws=DRAW_WORDS * batch * self._draws_of(count),
+            draws=draw_words(batch * self._draws_of(count)),
             attention=attention,
         )
 

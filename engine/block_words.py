@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.api import Item
 from engine.attention.base import DeviceAttention, Span
 from engine.batch import Placed, slots_of
-from engine.draw_rows import DRAW_WORDS, DrawRows, DrawWords
+from engine.draw_rows import DrawRows, DrawWords, draw_words
 from engine.step_words import StepWords
 
 # Blocks from which on their places are found all at once.
@@ -43,7 +43,7 @@ class BlockWords:
             positions=rows,
             slots=rows,
             draw_rows=rows,
-            draws=DRAW_WORDS * rows,
+            draws=draw_words(rows),
             attention=backend.words(batch, rows, pages_per_span),
         )
         words.host("draw_rows")[:] = range(rows)
@@ -121,7 +121,7 @@ class BlockWords:
         return self._backend.view(words, self._batch, self._pages, self.width)
 
     def draws(self, filtered: bool) -> DrawRows:
-        return DrawRows.of(self._words.device("draws"), filtered)
+        return DrawRows.of(self._words.device("draws"), self.rows, filtered)
 
     def drawn(self, count: int) -> list[int]:
         """Tokens of the first rows, once the step is over."""

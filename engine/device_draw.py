@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.draw_rows import DRAW_WORDS, DrawRows, write_draws
+from engine.draw_rows import DrawRows, draw_words, write_draws
 from engine.models.layers import Kernels
 from engine.sampling import Draw, draw, filters, margins_of
 from engine.step_words import StepWords
 
-__all__ = ["DRAW_WORDS", "DeviceDrawer", "DrawRows", "write_draws"]
+__all__ = ["DeviceDrawer", "DrawRows", "draw_words", "write_draws"]
 
 
 class DeviceDrawer:
@@ -41,10 +41,10 @@ class DeviceDrawer:
         if not self.fused:
             return draw(logits, draws, margins, self._kernels.gumbel_argmax)
         rows = len(draws)
-        self._words.layout(draws=DRAW_WORDS * rows)
+        self._words.layout(draws=draw_words(rows))
         write_draws(self._words.host("draws"), rows, enumerate(draws))
         self._words.upload()
         filtered = any(filters(how.sampling) for how in draws)
-        how = DrawRows.of(self._words.device("draws"), filtered)
+        how = DrawRows.of(self._words.device("draws"), rows, filtered)
         tokens: list[int] = self.draw(logits, how).tolist()
         return tokens, margins_of(logits, draws) if margins else []

@@ -20,7 +20,7 @@ from engine.batch import Packed, Placed, pack
 from engine.block_words import BlockWords
 from engine.choose import Chosen, choose, draws_of, matched, plain
 from engine.colocated import Beside
-from engine.device_draw import DRAW_WORDS, DeviceDrawer, DrawRows, write_draws
+from engine.device_draw import DeviceDrawer, DrawRows, draw_words, write_draws
 from engine.graphs import StepGraphs, up_to
 from engine.kv.cache import PagedCache
 from engine.models.family import Model
@@ -120,7 +120,7 @@ class DeviceStepper:
         if not at_once:
             return Ran(packed.placed, choose(logits, items, self._drawer), late, written)
         filtered = any(filters(item.sampling) for item in items if item.draws)
-        how = DrawRows.of(self._words.device("draws"), filtered)
+        how = DrawRows.of(self._words.device("draws"), len(draws), filtered)
         tokens = self._drawer.draw(logits, how).tolist()
         return Ran(packed.placed, _matched(items, tokens), late, written)
 
@@ -151,7 +151,7 @@ class DeviceStepper:
             positions=count,
             slots=count,
             draw_rows=len(packed.draw_rows),
-            draws=DRAW_WORDS * len(draws),
+            draws=draw_words(len(draws)),
             attention=planned,
         )
         words.host("ids")[:] = packed.ids

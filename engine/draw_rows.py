@@ -13,9 +13,20 @@ from engine.api import Sampling
 from engine.sampling import Draw
 from engine.step_words import Words
 
-# temperature, min_p, top_p (fp32), top_k, choice, index, seed (64 bits): one array after another.
-DRAW_WORDS = 8
+# temperature, min_p, top_p (fp32), top_k, choice, index, seed (64 bits): one array after another,
+# each from a multiple of 16 bytes on: a kernel is compiled for where its arrays begin.
+_WORDS = 8
+_ALIGNED_ROWS = 4
 _MOST = 2**31 - 1  # of a word with a sign; no vocabulary is larger
+
+
+def draw_words(rows: int) -> int:
+    """Words that say how so many rows draw."""
+    return _WORDS * _room(rows)
+
+
+def _room(rows: int) -> int:
+    return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +44,13 @@ class DrawRows:
     top_p: Tensor | None = None
 
     @staticmethod
-    def of(words: Tensor, filtered: bool = True) -> DrawRows:
-        """Views of int32 words [DRAW_WORDS * rows] as `DrawWords` fills them; without `filtered`
+    def of(words: Tensor, rows: int, filtered: bool = True) -> DrawRows:
+        """Views of int32 words [draw_words(rows)] as `DrawWords` fills them; without `filtered`
         the rows' filters are left out, for rows that have none."""
-        rows = len(words) // DRAW_WORDS
-        parts = words[: 6 * rows].view(6, rows)
+        room = _room(rows)
+        parts = words[: 6 * room].view(6, room)[:, :rows]
         temperature, min_p, top_p = parts[:3].view(torch.float32)
-        seed = words[6 * rows :].view(torch.int64)
+        seed = words[6 * room :].view(torch.int64)[:rows]
         filters = (min_p, parts[3], top_p) if filtered else (None, None, None)
         return DrawRows(temperature, seed, parts[4], parts[5], *filters)
 
@@ -48,16 +59,17 @@ class DrawWords:
     """The host's side of `DrawRows.of`: rows draw greedily until they are written."""
 
     def __init__(self, words: Words, rows: int) -> None:
-        """`words` [DRAW_WORDS * rows] may hold anything until `clear`."""
+        """`words` [draw_words(rows)] may hold anything until `clear`."""
         self._words, self._greedy = words, False
         # What `write_blocks` wrote last.
         self._blocks: list[Sampling] | None = None
-        parts = words[: 6 * rows].reshape(6, rows)
+        room = _room(rows)
+        parts = words[: 6 * room].reshape(6, room)[:, :rows]
         self._temperature, self._min_p, self._top_p = (parts[i].view(np.float32) for i in range(3))
         self._top_k, self._index = parts[3], parts[5]
         # The noise takes its low 32 bits, whatever sign the kernel gives them.
         self._choice = parts[4].view(np.uint32)
-        self._seed = words[6 * rows :].view(np.uint64)
+        self._seed = words[6 * room :].view(np.uint64)[:rows]
 
     def clear(self) -> None:
         if not self._greedy:
@@ -93,7 +105,7 @@ class DrawWords:
 
 
 def write_draws(words: Words, rows: int, draws: Iterable[tuple[int, Draw]]) -> None:
-    """Fills words [DRAW_WORDS * rows] for the rows named; the others draw greedily."""
+    """Fills words [draw_words(rows)] for the rows named; the others draw greedily."""
     written = DrawWords(words, rows)
     written.clear()
     for row, how in draws:

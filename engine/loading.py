@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from engine.api import Drafter, ModelInfo
+from engine.api import Drafter, ModelInfo, never
 from engine.attention.select import AttentionOptions, make_backend, resolve_attention
 from engine.colocated import Group, Target, describe
 from engine.config import EngineConfig
@@ -35,9 +35,14 @@ from engine.weights import Weights, fingerprint, read_json
 
 
 @torch.inference_mode()
-def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeEngine:
+def load_engine(
+    config: EngineConfig,
+    drafter: Drafter | None = None,
+    stopped: Callable[[], bool] = never,
+) -> NativeEngine:
     """Loads the model, allocates pages, chooses the attention backend, checks row independence.
-    A `drafter` is asked for its KV groups before the pages exist, and attached to the engine.
+    A `drafter` is asked for its KV groups before the pages exist, and attached to the engine; it
+    is warmed up, unless that is `stopped`.
 
     Raises SettingRefused, CheckpointError or BackendUnavailable.
     """
@@ -103,7 +108,7 @@ def load_engine(config: EngineConfig, drafter: Drafter | None = None) -> NativeE
     engine = NativeEngine(config, model, cache, backend, report, info, beside, stepper)
     if drafter is not None:
         engine.attach(drafter, groups)
-        drafter.warm_up()
+        drafter.warm_up(stopped)
     return engine
 
 

@@ -50,8 +50,8 @@ class EngineSettings(BaseModel):
         ge=0,
         le=128,
         description="sessions at once up to which every shape of a step is met before the service "
-        "says that it serves, on a GPU: kernels compiled, graphs captured; 0: each when a session "
-        "first meets it",
+        "says that it serves, on a GPU: kernels compiled, graphs captured; 1 to 3 are 4 for a "
+        "target, which measures steps of so many; 0: each when a session first meets it",
     )
 
     def engine_config(

@@ -2,8 +2,8 @@
 compiler or for the capture of a graph.
 
 A kernel is compiled for what it is launched with: the tile of so many rows, the launch of few
-rows, spans over one chunk of keys or several, words that begin at a multiple of 16 bytes or not.
-Every shape here is there for one of these, or for a graph of its own.
+rows, spans over one chunk of keys or several. Every shape here is there for one of these, or for a
+graph of its own.
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from engine.api import Engine, Item, ItemResult, Sampling, WarmUp
 from engine.device_step import DeviceStepper
-from engine.errors import OutOfPages, SettingRefused
+from engine.errors import SettingRefused
 from engine.kv.pool import PageTable
+from engine.meeting import met
 
 log = logging.getLogger(__name__)
 
 # Keys in front of a prompt's chunk: none, one chunk of the attention's, several.
 _STARTS = (0, 256, 2048)
-# Rows that draw in one launched step: the words that say how stand at other places, and up to 16
-# rows are launched in another way than more.
-_DRAWS = (2, 4, 17, 18, 20)
+# Rows that draw in one launched step: up to 16 are launched in another way than more.
+_DRAWS = (1, 17)
 # What is only compiled for has no more rows: logits of more would take memory that others need.
 _MOST_ROWS = 512
+# Where it is known what rows sessions ask for, most of them do: other steps are captured of up to
+# so many.
+_FEW_SESSIONS = 2
 _GREEDY = Sampling(temperature=0.0)
 _FILTERED = Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01)
 
@@ -67,15 +71,10 @@ def run(engine: Engine, stepper: DeviceStepper, wanted: WarmUp, chunk: int, step
     for shape in shapes(stepper, wanted, chunk, engine.rows_independent):
         if shape.start + shape.rows > engine.info.max_length:
             continue
-        try:
-            _meet(engine, shape, step)
-        except OutOfPages:
-            continue
-        except torch.OutOfMemoryError:
-            log.warning("no memory to meet %s before there are sessions", shape)
-            torch.cuda.empty_cache()
-            continue
-        count += 1
+        if wanted.stopped():
+            break
+        # What is not captured is of more sessions than were asked for.
+        count += met(shape, shape.captured, partial(_meet, engine, shape, step))
     if engine.info.device != "cpu":
         torch.cuda.empty_cache()  # what large steps took is for whoever needs it
     log.info("warmed %d step shapes in %.1f s", count, time.perf_counter() - began)
@@ -87,7 +86,7 @@ def _check_exports(exports: tuple[int, ...], layers: int) -> None:
         raise SettingRefused("warm_taps", exports, f"layers 0 to {layers - 1}, rising")
 
 
-def _meet(engine: Engine, shape: Shape, step: Step) -> None:
+def _meet(engine: Engine, shape: Shape, step: Step) -> bool:
     tables: list[PageTable] = []
     try:
         for _ in range(shape.sessions):
@@ -95,6 +94,7 @@ def _meet(engine: Engine, shape: Shape, step: Step) -> None:
             # What the pages hold does not matter; nobody else sees them.
             tables[-1].length = shape.start
         step([_item(shape, table) for table in tables], capture=shape.captured)
+        return True
     finally:
         for table in tables:
             table.free()
@@ -131,12 +131,10 @@ def shapes(
                 yield Shape(sessions, rows, rows, exact=exact, captured=False)
     for sessions, rows in reversed(held):
         for exact in modes(sessions, rows):
-            for taps, drafted in _kinds(wanted):
-                for filtered in (False, True):
-                    yield Shape(
-                        sessions, rows, rows, filtered=filtered, exact=exact, taps=taps,
-                        drafted=drafted,
-                    )  # fmt: skip
+            for taps, drafted, filtered in _kinds(wanted, sessions):
+                yield Shape(
+                    sessions, rows, rows, filtered=filtered, exact=exact, taps=taps, drafted=drafted
+                )
 
 
 def _launched(chunk: int, modes: Modes) -> Iterator[Shape]:
@@ -146,7 +144,7 @@ def _launched(chunk: int, modes: Modes) -> Iterator[Shape]:
             for exact in modes(1, rows):
                 yield Shape(1, rows, 1, start, exact=exact)
     for filtered in (False, True):
-        for draws in (1, *_DRAWS):
+        for draws in _DRAWS:
             # One row more than draw: with as many it would be a block.
             yield Shape(1, draws + 1, draws, filtered=filtered)
     # The first rows that leave the device.
@@ -164,8 +162,12 @@ def prompt_rows(chunk: int) -> list[int]:
     return sorted({size for size in sizes if size <= chunk} | {chunk + chunk // 4})
 
 
-def _kinds(wanted: WarmUp) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Layers whose rows are asked for, and whether a co-located drafter reads its own."""
+def _kinds(wanted: WarmUp, sessions: int) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
+    """Layers whose rows are asked for, whether a co-located drafter reads its own, and whether rows
+    have filters."""
+    every = not wanted.exports or sessions <= _FEW_SESSIONS
     for drafted in (True, False) if wanted.apart else (True,):
-        for taps in dict.fromkeys(((), wanted.exports)):
-            yield taps, drafted
+        for taps in dict.fromkeys((wanted.exports, ())):
+            for filtered in (False, True):
+                if every or (taps and not filtered):
+                    yield taps, drafted, filtered

@@ -21,12 +21,13 @@ async def serve(stop: asyncio.Event) -> None:
     settings = TargetSettings.load()
     setup_logging("target", settings.log_level)
     drafter = find_drafter(settings)
-    app = TargetApp(settings, partial(load_native, drafter=drafter), drafter)
+    load = partial(load_native, drafter=drafter, stopped=stop.is_set)
+    app = TargetApp(settings, load, drafter)
     metrics = None
     if settings.metrics_port:
         metrics = metrics_server(settings.metrics_port, registry=app.metrics.registry)
     try:
-        await app.start()
+        await app.start(stop.is_set)
         loaded()
         await app.wait(stop)
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from engine.api import Drafter, Engine
+from engine.api import Drafter, Engine, never
 from specwire.rpc import new_incarnation
 from specwire.serve import GrpcHost
 from specwire.v1 import common_pb2, target_pb2_grpc
@@ -78,12 +78,15 @@ class TargetApp:
     def address(self) -> str:
         return self._host.addresses[0]
 
-    async def start(self) -> None:
+    async def start(self, stopped: Callable[[], bool] = never) -> None:
+        """Serves once everything is loaded, unless the process is to end by then."""
         await self._host.start()
         log.info("loading %s", self.settings.model)
         before = time.monotonic()
         loaded = await self._thread.call(self._load, self.settings)
         self._assemble(loaded)
+        if stopped():
+            return
         await self._host.set_serving(True)
         log.info("ready in %.1f s on %s", time.monotonic() - before, self.address)
 

@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.api import Engine, Item, Sampling, WarmUp
+from engine.api import Engine, Item, Sampling, WarmUp, never
 from engine.errors import OutOfPages
 from specwire.v1 import common_pb2
+from target_svc.draft_layers import draft_layers
 from target_svc.settings import TargetSettings
 
 log = logging.getLogger(__name__)
@@ -27,18 +28,23 @@ def prepared(
     settings: TargetSettings,
     colocated: bool,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
+    stopped: Callable[[], bool] = never,
 ) -> tuple[common_pb2.StepCost, ...]:
     """Warms the engine up where kernels are compiled, then measures it: a step that is met for the
-    first time says nothing. Raises SettingRefused."""
+    first time says nothing. What is left once it is `stopped` is left out. Raises SettingRefused,
+    CheckpointError, BackendUnavailable."""
     if settings.warm_sessions and engine.info.device != "cpu":
         engine.warm_up(
             WarmUp(
                 sessions=max(settings.warm_sessions, *_SESSIONS),
                 widest=max(settings.max_draft_tokens + 1, *_ROWS),
-                exports=settings.warm_taps,
+                exports=draft_layers(settings),
                 apart=colocated and settings.draft_context == "own",
+                stopped=stopped,
             )
         )
+    if stopped():
+        return ()
     log.info("measuring steps")
     return tuple(measure(engine, settings.exactness == "exact", clock_ns))
 

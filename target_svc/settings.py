@@ -100,7 +100,12 @@ class TargetSettings(EngineSettings, ServiceSettings):
     warm_taps: tuple[int, ...] = Field(
         (),
         description="layers whose rows draft services will ask for: with warm_sessions, graphs of "
-        "steps that send them too",
+        "steps that send them; empty: those of warm_draft",
+    )
+    warm_draft: str = Field(
+        "default",
+        description="the draft services' dflash checkpoint, to know warm_taps from: a directory; "
+        "`default`, beside the default model; or empty. Not read on a CPU",
     )
     drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")

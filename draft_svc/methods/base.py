@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from engine.api import Sampling
+from engine.api import Sampling, never
 from engine.attention.report import AttentionReport
 from engine.kv.pool import PoolStats
 
@@ -192,9 +192,9 @@ class Method(ABC, Generic[ContextT]):
         """
         return False
 
-    def warm_up(self) -> None:
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
         """Pays first-call costs before the service says it is ready, and measures what a proposal
-        costs.
+        costs; leaves the rest out once it is `stopped`. Raises BackendUnavailable.
         """
 
     def check_integrity(self) -> None:

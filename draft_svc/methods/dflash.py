@@ -8,7 +8,7 @@ same noise, same filters, the index of the token being drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from draft_svc.methods.dflash_context import DFlashContext, nonempty
 from draft_svc.methods.dflash_info import info_of
 from draft_svc.methods.first_runs import first_runs
 from draft_svc.methods.host_draws import draft_on_host
-from engine.api import Sampling
+from engine.api import Sampling, never
 from engine.block_step import Wanted
 from engine.errors import OutOfPages
 from engine.kv.pool import PoolStats
@@ -160,7 +160,10 @@ class DFlashMethod(Method[DFlashContext]):
             return True
         return False
 
-    def propose(self, requests: Sequence[Request[DFlashContext]]) -> list[Draft]:
+    def propose(
+        self, requests: Sequence[Request[DFlashContext]], capture: bool = True
+    ) -> list[Draft]:
+        """See `Method.propose`; without `capture` of a graph where it meets a new shape."""
         # Few rows first: a long prompt must not keep the others waiting.
         contexts = sorted((r.context for r in requests), key=lambda c: c.pending_rows)
         self._write(contexts, _FORWARD_ROWS)
@@ -174,7 +177,7 @@ class DFlashMethod(Method[DFlashContext]):
                 ready.append((index, request))
         if ready:
             indices, chosen = zip(*ready, strict=True)
-            drafts.update(zip(indices, self.draft(wanted_of(chosen)), strict=True))
+            drafts.update(zip(indices, self.draft(wanted_of(chosen), capture), strict=True))
         return [drafts[index] for index in range(len(requests))]
 
     def _why_not(self, context: DFlashContext) -> str:
@@ -192,10 +195,10 @@ class DFlashMethod(Method[DFlashContext]):
             return REASON_PAGES
         return ""
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[Draft]:
+    def draft(self, wanted: Sequence[Wanted], capture: bool = True) -> list[Draft]:
         """Proposals of all blocks from one forward; their pages are reserved."""
         if self._stepper is not None:
-            found = self._stepper.run(wanted, self._confidences)
+            found = self._stepper.run(wanted, self._confidences, capture)
             return [Draft(own.ids, own.confidences) for own in found]
         return self._draft_on_host(wanted)
 
@@ -214,13 +217,15 @@ class DFlashMethod(Method[DFlashContext]):
     def check_integrity(self) -> None:
         self._model.pool.check_integrity()
 
-    def warm_up(self) -> None:
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
         """Packs, plans, compiles and allocates what the first session would wait for, and
         measures."""
         info = self._info
         if self._stepper is not None and self._warm_sessions:
             shapes = self._stepper.shapes(self._warm_sessions, info.max_draft_tokens)
-            first_runs(self, self._filled, shapes, prompt_rows(_FORWARD_ROWS))
+            first_runs(self, self._filled, shapes, prompt_rows(_FORWARD_ROWS), stopped)
+        if stopped():
+            return
         costs = measure(
             self, self._filled, tokens=info.max_draft_tokens, max_length=self._max_length
         )
@@ -230,10 +235,15 @@ class DFlashMethod(Method[DFlashContext]):
         """Contexts of zeros."""
         rows = np.zeros((length - 1, self._row_width), dtype=np.uint16)
         contexts = [self.open([0] * length, Sampling(temperature=0.0)) for _ in range(sessions)]
-        for context in contexts:
-            self.update(context, length, (), [RowBlock(0, rows)])
-        while self.work():
-            pass
+        try:
+            for context in contexts:
+                self.update(context, length, (), [RowBlock(0, rows)])
+            while self.work():
+                pass
+        except BaseException:
+            for context in contexts:
+                self.close(context)
+            raise
         return contexts
 
 

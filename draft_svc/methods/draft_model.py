@@ -25,7 +25,7 @@ from draft_svc.methods.base import (
     RowBlock,
 )
 from draft_svc.methods.draft_model_context import CatchUp, DraftModelContext
-from engine.api import Engine, Item, Sampling, WarmUp
+from engine.api import Engine, Item, Sampling, WarmUp, never
 from engine.kv.pool import PoolStats
 from engine.kv.prefix import chain_root
 
@@ -188,11 +188,13 @@ class DraftModelMethod(Method[DraftModelContext]):
     def check_integrity(self) -> None:
         self._engine.check_integrity()
 
-    def warm_up(self) -> None:
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
         tokens, longest = self._info.max_draft_tokens, self._info.max_length_tokens
         if self._warm_sessions and self._info.device != "cpu":  # kernels are compiled there
             # Its blocks are single tokens; what is committed comes as a prompt does.
-            self._engine.warm_up(WarmUp(self._warm_sessions, widest=1))
+            self._engine.warm_up(WarmUp(self._warm_sessions, widest=1, stopped=stopped))
+        if stopped():
+            return
         costs = measure(self, self._filled, tokens=tokens, max_length=longest)
         self._info = replace(self._info, costs=costs)
 

@@ -16,7 +16,7 @@ from typing import Any
 from draft_svc.gain import Average, Survival, tokens_per_second
 from draft_svc.methods.base import AnyMethod, Draft, Method, MethodInfo, Request, RowBlock
 from draft_svc.methods.ngram import NgramIndex, NgramMethod
-from engine.api import Sampling
+from engine.api import Sampling, never
 from engine.kv.pool import PoolStats
 
 # Rounds that the lookup wins until the neural drafter has one to be graded in.
@@ -200,6 +200,6 @@ class HybridMethod(Method[HybridContext]):
     def check_integrity(self) -> None:
         self._neural.check_integrity()
 
-    def warm_up(self) -> None:
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
         if self._owns_neural:
-            self._neural.warm_up()
+            self._neural.warm_up(stopped)

@@ -7,7 +7,7 @@ itself. Each token logs what its insertions replaced, which makes truncation exa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from draft_svc.costs import measure
@@ -20,7 +20,7 @@ from draft_svc.methods.base import (
     Request,
     RowBlock,
 )
-from engine.api import Sampling
+from engine.api import Sampling, never
 
 # Longer matches are not told apart.
 MATCH_LIMIT = 16
@@ -125,7 +125,7 @@ class NgramMethod(Method[NgramIndex]):
     def info(self) -> MethodInfo:
         return self._info
 
-    def warm_up(self) -> None:
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
         costs = measure(self, self._filled, tokens=self._info.max_draft_tokens)
         self._info = replace(self._info, costs=costs)
 

@@ -30,8 +30,8 @@ _INTERPRETED_PROCESSORS = 3  # few, so that small tests see every kind of schedu
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
     """Words of one step on the device, and what its launches depend on besides. `rows` folded rows
-    are in a tile. `tiles` bounds the tiles to combine, 0 where there can be none; `whole` and
-    `finish` as in `paged._attend`."""
+    are in a tile. `tiles` bounds the tiles to combine, 0 where there can be none, by programs of
+    `combined` folded rows; `whole` and `finish` as in `paged._attend`."""
 
     words: Tensor
     table_at: int
@@ -40,6 +40,7 @@ class TritonPlan:
     programs: int
     rows: int
     tiles: int
+    combined: int
     whole: bool
     finish: int
     sums: Tensor
@@ -82,7 +83,7 @@ class TritonPaged(DeviceAttention):
         slots = _WORKSPACE_BYTES // slot_bytes
         self._schedule = Schedule(tiles, query_heads // kv_heads, programs, slots)
         empty = torch.empty(0, device=cache.device)
-        self._workspace = empty, empty, empty
+        self._workspace = empty, empty, empty.int()
 
     def words(self, spans: int, rows: int, pages_per_span: int) -> int:
         keys = pages_per_span * self.cache.geometry.page_tokens
@@ -106,7 +107,7 @@ class TritonPaged(DeviceAttention):
         records = schedule.records(len(words), span_capacity, pages_per_span)
         tiles = span_capacity * schedule.tiles_of(width) if width else records
         partial = min(records, schedule.slots) if keys > self.tiles.keys else 0
-        folded = width * schedule.group
+        folded, rows = width * schedule.group, self._rows(width)
         few = partial and 0 < folded <= FEW_ROWS
         sums, parted, arrived = self._partial_results(partial)
         return TritonPlan(
@@ -115,8 +116,9 @@ class TritonPaged(DeviceAttention):
             items_at=HEADER + span_capacity * pages_per_span,
             pages_per_span=pages_per_span,
             programs=max(1, min(records, schedule.programs)),
-            rows=self._rows(width),
+            rows=rows,
             tiles=tiles if partial else 0,
+            combined=self._combined_rows(rows, tiles, width),
             whole=schedule.whole(span_capacity, width, keys, records),
             finish=max(4, 1 << (folded - 1).bit_length()) if few else 0,
             sums=sums,
@@ -160,17 +162,18 @@ class TritonPaged(DeviceAttention):
     ) -> None:
         """Adds up the partial results of the items, where there are any."""
         if plan.tiles:
-            rows = self._combined_rows(plan)
             programs = max(1, min(plan.tiles, self._schedule.programs))
             kv_heads = self.cache.geometry.kv_heads
-            _combine[(kv_heads, plan.rows // rows, programs)](
+            _combine[(kv_heads, plan.rows // plan.combined, programs)](
                 out, logs, plan.sums, plan.parts, plan.words, len(plan.words), window,
-                R=rows, num_warps=4, **flags(len(out)), **fixed,
+                R=plan.combined, num_warps=4, **flags(len(out)), **fixed,
             )  # fmt: skip
 
-    def _combined_rows(self, plan: TritonPlan) -> int:
-        """Folded rows of one combining program: fewer where there are few tiles."""
-        rows, heads = plan.rows, self.cache.geometry.kv_heads
-        while rows > 4 and plan.tiles * heads * (plan.rows // rows) < 4 * self._processors:
+    def _combined_rows(self, tile: int, tiles: int, width: int) -> int:
+        """Of a tile's folded rows those of one combining program: fewer where there are few tiles.
+        It is compiled for them, so that steps of no fixed form all have the same: few, since
+        prompts of many tiles have nothing to combine."""
+        rows, heads = tile, self.cache.geometry.kv_heads
+        while rows > 4 and (not width or tiles * heads * (tile // rows) < 4 * self._processors):
             rows //= 4
         return rows

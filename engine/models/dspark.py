@@ -97,7 +97,9 @@ class DSparkModel(DFlashModel):
         blocks, slots = states.shape[:2]
         by_slot = states.transpose(0, 1).contiguous()
         base = self._head(by_slot.flatten(0, 1)).view(slots, blocks, -1)
-        tokens = torch.empty(slots + 1, blocks, dtype=torch.int64, device=base.device)
+        # Every slot's from a multiple of 16 bytes on: a kernel is compiled for where they begin.
+        room = blocks + blocks % 2
+        tokens = torch.empty(slots + 1, room, dtype=torch.int64, device=base.device)[:, :blocks]
         tokens[0] = anchors
         own, state = [], self._markov.begin(blocks)
         for slot in range(slots):

@@ -107,8 +107,8 @@ _BARE: dict[grpc.StatusCode, Reason] = {
 _UNANSWERED = {
     Reason.UNREACHABLE: "no {role} answers at {address}: not there, not there yet, or gone; check "
     "that it runs and that this is its address",
-    Reason.UNSUPPORTED: "what answers at {address} is no Specwire {role}; check that this is its "
-    "address",
+    Reason.UNSUPPORTED: "what answers at {address} is no Specwire {role}, or an older one that "
+    "does not know this call; check its address and version",
     Reason.DEADLINE: "the {role} at {address} took longer than the call allowed",
 }
 

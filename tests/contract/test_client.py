@@ -335,6 +335,7 @@ async def test_somebody_else_there_and_nobody_who_speaks(tmp_path: Any) -> None:
         for caught in await both(address, prompt="x"):
             assert caught.reason is Reason.UNSUPPORTED
             assert f"what answers at {address} is no Specwire coordinator" in caught.message
+            assert "or an older one" in caught.message
         for caught in await both(silent, prompt="x", timeout_s=0.3):
             assert caught.reason in (Reason.DEADLINE, Reason.UNREACHABLE)
             assert silent in caught.message and "coordinator" in caught.message

@@ -99,6 +99,8 @@ def test_the_draft_has_one_place(variant: str) -> None:
     assert apart.pop("SPECWIRE_TARGET_PUSH_ALLOW") == "draft:7002"
     draft = separate["draft_svc"]["environment"]["SPECWIRE_DRAFT_DRAFT"]
     assert inside.pop("SPECWIRE_TARGET_DRAFT_CHECKPOINT") == draft
+    # Read on a GPU only.
+    assert apart.pop("SPECWIRE_TARGET_WARM_DRAFT", None) == (draft if variant == "gpu" else None)
     assert inside.pop("SPECWIRE_TARGET_COLOCATE") == "dflash"
     assert apart == inside
     commands = [found["coordinator"]["command"] for found in (separate, colocated)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.api import Sampling
-from engine.draw_rows import DRAW_WORDS, DrawRows, DrawWords
+from engine.draw_rows import DrawRows, DrawWords, draw_words
 from engine.kernels.cpu import ops
 from engine.noise import gumbel, philox
 from engine.sampling import Draw, Filter, accept, draw, signed64
@@ -194,14 +194,25 @@ def test_broken_logits_end_the_draw_all_the_same() -> None:
 
 def test_options_of_32_bits_fit_the_words_of_a_step() -> None:
     """One session's top_k must not fail the step of all others."""
-    words = np.full(2 * DRAW_WORDS, -1, np.int32)
+    words = np.full(draw_words(2), -1, np.int32)
     written = DrawWords(words, 2)
     written.clear()
     written.write(1, 1, Sampling(top_k=2**32 - 1, choice=2**32 - 2, seed=2**64 - 3), 7)
-    how = DrawRows.of(torch.from_numpy(words))
+    how = DrawRows.of(torch.from_numpy(words), 2)
     assert how.top_k is not None and how.top_k.tolist() == [0, 2**31 - 1]
     assert int(how.choice[1]) % 2**32 == 2**32 - 2
     assert int(how.seed[1]) % 2**64 == 2**64 - 3 and int(how.index[1]) == 7
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_arrays_of_draws_begin_where_kernels_load_them_at_once(rows: int) -> None:
+    """Otherwise a kernel is compiled for each remainder of the rows."""
+    words = torch.zeros(draw_words(rows), dtype=torch.int32)
+    how = DrawRows.of(words, rows)
+    fields = [how.temperature, how.min_p, how.top_p, how.top_k, how.choice, how.index, how.seed]
+    assert all(field is not None and len(field) == rows for field in fields)
+    places = [field.data_ptr() - words.data_ptr() for field in fields if field is not None]
+    assert places == sorted(set(places)) and all(place % 16 == 0 for place in places)
 
 
 def test_accept_stops_at_the_first_difference() -> None:

@@ -12,6 +12,12 @@ from tests.engine import interpreted
 from tests.engine.fake_graphs import FakeGraphs
 from tests.load.free_model import LAYERS, FreeEngine
 
+CHECKS = {
+    "check_a_draft",
+    "check_more_blocks_are_compiled_for_but_not_captured",
+    "check_a_draft_with_few_pages",
+    "check_a_drafter_in_its_target",
+}
 GREEDY, FILTERED = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=3, top_k=9)
 
 
@@ -37,11 +43,13 @@ def once_ns_of(engine: FreeEngine, sessions: int, rows: int, **options: object) 
 def test_no_step_of_a_session_captures_again() -> None:
     engine, graphs = engine_of()
     count = engine.warm_up(WarmUp(sessions=3, widest=6, exports=(1, 2)))
-    assert count > len(graphs.keys) == len(set(graphs.keys)) == 3 * 4 * 2 * 2
+    assert count > len(graphs.keys) == len(set(graphs.keys)) == 4 * (2 * 4 + 1)
     for sessions in (1, 2, 3, 4):
         for rows in range(1, 9):
             for sampling in (GREEDY, FILTERED):
                 for taps in ((), (1, 2)):
+                    if sessions > 2 and (sampling is FILTERED or not taps):
+                        continue
                     found = once_ns_of(engine, sessions, rows, sampling=sampling, taps=taps)
                     assert found == 0, (sessions, rows, sampling, taps)
     assert once_ns_of(engine, 5, 1) and once_ns_of(engine, 1, 9)
@@ -92,9 +100,15 @@ def test_more_sessions_are_compiled_for_but_not_captured(monkeypatch: pytest.Mon
 
 
 def test_sessions_that_are_not_drafted_for_have_graphs_of_their_own() -> None:
-    wanted = WarmUp(sessions=1, widest=1, exports=(0, 1), apart=True)
-    assert list(warm._kinds(wanted)) == [((), True), ((0, 1), True), ((), False), ((0, 1), False)]
-    assert list(warm._kinds(WarmUp(1, 1))) == [((), True)]
+    wanted, taps = WarmUp(sessions=8, widest=1, exports=(0, 1), apart=True), (0, 1)
+    assert list(warm._kinds(wanted, 2)) == [
+        (which, drafted, filtered)
+        for drafted in (True, False)
+        for which in (taps, ())
+        for filtered in (False, True)
+    ]
+    assert list(warm._kinds(wanted, 4)) == [(taps, True, False), (taps, False, False)]
+    assert list(warm._kinds(WarmUp(8, 1), 8)) == [((), True, False), ((), True, True)]
 
 
 @pytest.mark.parametrize(("independent", "modes"), [(True, {True}), (False, {False})])
@@ -142,4 +156,12 @@ def test_sizes_that_are_taken() -> None:
 @pytest.mark.timeout(300)
 def test_kernels_under_the_interpreter() -> None:
     """Real kernels and drafts; `warm_checks` says what of them."""
-    assert not any(interpreted.run("tests.engine.warm_checks").values())
+    found = interpreted.run("tests.engine.warm_checks")
+    assert set(found) == CHECKS and not any(found.values()), found
+
+
+@pytest.mark.timeout(300)
+def test_no_step_waits_for_a_compiler() -> None:
+    found = interpreted.run("tests.engine.specialisation_checks")
+    assert list(found) == ["check_no_step_compiles_a_kernel_after_warming"], found
+    assert not any(found.values()), found

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.api import Sampling
-from engine.draw_rows import DRAW_WORDS, write_draws
+from engine.draw_rows import draw_words, write_draws
 from engine.kernels.cpu.reference import gumbel_argmax_ref
 from engine.kernels.triton import ops, plain, tiles
 from engine.kernels.triton import reference as ref
@@ -306,11 +306,13 @@ def check_draw_words() -> None:
             )
             for r in range(rows)
         ]
-        words = torch.full((DRAW_WORDS * (rows + 2),), -1, dtype=torch.int32)
+        words = torch.full((draw_words(rows + 2),), -1, dtype=torch.int32)
         write_draws(words.numpy(), rows + 2, enumerate(draws))
         words = words.to(DEVICE)
         padded = torch.cat([logits, logits[:2]])
-        found = {f: ops.draw(padded, ops.DrawRows.of(words, f)).tolist() for f in (False, True)}
+        found = {
+            f: ops.draw(padded, ops.DrawRows.of(words, rows + 2, f)).tolist() for f in (False, True)
+        }
         wanted = draw_on_host(logits.cpu(), draws, False, gumbel_argmax_ref)[0]
         assert found[True][:rows] == wanted, top_k
         assert (found[True] == found[False]) == (top_k != 3)

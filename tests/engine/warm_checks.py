@@ -31,13 +31,22 @@ FILTERED = Sampling(temperature=0.9, seed=7, top_k=20, top_p=0.9)
 @contextmanager
 def few_shapes() -> Iterator[None]:
     """The interpreter takes its time."""
-    before = device_step._BATCHES, block_step._BATCHES, warm._DRAWS, warm._MOST_ROWS
+    kept = [
+        (module, name, getattr(module, name))
+        for module, names in (
+            (device_step, ("_BATCHES",)),
+            (block_step, ("_BATCHES", "_MOST_ROWS")),
+            (warm, ("_DRAWS", "_MOST_ROWS")),
+        )
+        for name in names
+    ]
     device_step._BATCHES = block_step._BATCHES = (1, 2)
-    warm._DRAWS, warm._MOST_ROWS = (), 0
+    warm._DRAWS, warm._MOST_ROWS, block_step._MOST_ROWS = (), 0, 0
     try:
         yield
     finally:
-        device_step._BATCHES, block_step._BATCHES, warm._DRAWS, warm._MOST_ROWS = before
+        for module, name, value in kept:
+            setattr(module, name, value)
 
 
 def steppers_with_graphs(engine: NativeEngine) -> FakeGraphs:
@@ -55,7 +64,7 @@ def check_a_draft() -> None:
         stepper = _with_graphs(method)
         shapes = stepper.shapes(1, 2)
         assert [tuple(shape) for shape in shapes] == [
-            (2, 2, False), (1, 2, False), (1, 1, False), (1, 2, True), (1, 1, True),
+            (1, 2, False, True), (1, 1, False, True), (1, 2, True, True), (1, 1, True, True),
         ]  # fmt: skip
         first_runs(method, method._filled, shapes, (3,))
         assert empty(method.stats())
@@ -67,6 +76,27 @@ def check_a_draft() -> None:
             method.close(context)
         assert method.once_ns == before
         method.check_integrity()
+
+
+def check_more_blocks_are_compiled_for_but_not_captured() -> None:
+    with few_shapes(), drafts("zlab", TRITON) as (method,):
+        block_step._MOST_ROWS = 2 * method.info.block_size
+        graphs = _with_graphs(method)._graphs
+        assert isinstance(graphs, FakeGraphs) and method._stepper is not None
+        shapes = method._stepper.shapes(1, 1)
+        assert shapes[0] == CallShape(2, 1, False, captured=False) and len(shapes) == 3
+        run: list[tuple[int, bool]] = []
+        plain = method._stepper._run
+
+        def recorded(wanted: Any, chances: bool, capture: bool) -> Any:
+            run.append((len(wanted), capture))
+            return plain(wanted, chances, capture)
+
+        method._stepper._run = recorded  # type: ignore[method-assign]
+        first_runs(method, method._filled, shapes)
+        assert run == [(2, False), (1, True), (1, True)]
+        assert graphs.keys == [(1, 1, False, True), (1, 1, True, True)]
+        assert empty(method.stats())
 
 
 def check_a_draft_with_few_pages() -> None:

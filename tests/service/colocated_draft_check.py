@@ -4,13 +4,13 @@ runs the checks. `pair`, `rounds` and `Round` serve the GPU's script too."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from draft_svc.colocated import BlockDrafter
-from engine.api import Ask, Item, Sampling
+from engine.api import Ask, Item, Sampling, never
 from engine.colocated import DrafterSettings
 from engine.config import EngineConfig
 from engine.loading import load_engine
@@ -26,7 +26,7 @@ K = 4
 class Cold(BlockDrafter):
     """Measures nothing at start, which takes the interpreter minutes."""
 
-    def warm_up(self) -> None:
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None:
         pass
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,13 +11,20 @@ from typing import Any
 import grpc
 import pytest
 
+import draft_svc
 from coordinator.costs import from_wire
 from engine.api import WarmUp, nothing
+from engine.errors import CheckpointError
 from specwire.v1 import target_pb2, target_pb2_grpc
 from target_svc.app import Loaded, TargetApp
 from target_svc.costs import BUDGET_S, measure, prepared
+from target_svc.draft_layers import SHIPPED
 from target_svc.settings import TargetSettings
+from tests.engine.test_dflash import write_draft
+from tests.engine.tiny import write_llama
 from tests.service.toy_engine import ToyEngine
+
+CHECKPOINTS = Path(draft_svc.__file__).parent / "checkpoints"
 
 
 class TimedEngine(ToyEngine):
@@ -116,6 +124,34 @@ def test_sessions_that_are_not_drafted_for_are_thought_of() -> None:
         engine, settings = ColdEngine(), TargetSettings(draft_context=context)
         prepared(engine, settings, colocated, engine.clock_ns)
         assert engine.asked[0].apart == apart
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_layers_of_the_shipped_drafts_are_known(name: str) -> None:
+    config = json.loads((CHECKPOINTS / f"smollm2-135m-{name}" / "config.json").read_text())
+    assert (config.get("dflash_config") or config)["target_layer_ids"] == [*SHIPPED]
+
+
+def test_rows_that_a_known_draft_asks_for_are_thought_of(tmp_path: Path) -> None:
+    def exports(**options: Any) -> tuple[int, ...]:
+        engine = ColdEngine()
+        prepared(engine, TargetSettings(**options), False, engine.clock_ns)
+        return engine.asked[0].exports
+
+    write_llama(tmp_path / "target")
+    write_draft(tmp_path / "draft")
+    target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert exports() == SHIPPED
+    assert not exports(model=target) and not exports(warm_draft="") and not exports(colocate="x")
+    assert exports(model=target, warm_draft=draft, warm_taps=(3,)) == (3,)
+    found = exports(model=target, warm_draft=draft)
+    assert found and found == tuple(config["dflash_config"]["target_layer_ids"])
+    with pytest.raises(CheckpointError):
+        exports(model=target, warm_draft=target)
+    # Nothing is read on a CPU.
+    engine = ColdEngine("cpu")
+    assert prepared(engine, TargetSettings(warm_draft="/none"), False, engine.clock_ns)
 
 
 async def test_what_was_measured_is_said(tmp_path: Path) -> None:

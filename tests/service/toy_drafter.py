@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.api import Ask, Proposed
+from engine.api import Ask, Proposed, never
 from engine.colocated import Group, Handles, TapRows, Target
 from engine.kv.pool import PageTable
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -46,7 +46,7 @@ class ToyDrafter:
     def attach(self, handles: Handles) -> tuple[int, ...]:
         return ()
 
-    def warm_up(self) -> None: ...
+    def warm_up(self, stopped: Callable[[], bool] = never) -> None: ...
 
     def write(self, rows: TapRows) -> None: ...
 

@@ -41,6 +41,10 @@ class Tiles:
     programs: int = 8
     registers: int | None = None
 
+    def __post_init__(self) -> None:
+        # Sums of a chunk are laid out in bundles of two or four units: `parts._merge_parts`.
+        assert self.chunk in (8, 16), self.chunk
+
     @property
     def bundle(self) -> int:
         """Units of a bundle, of which a chunk has four."""

@@ -100,7 +100,8 @@ def draw(
     if not count:
         return out
     segments = triton.cdiv(vocab, _SEGMENT)
-    values, tops = torch.empty(2, count, segments, dtype=torch.float32, device=device)
+    # Both from a multiple of 16 bytes on, as all arrays of the kernels are.
+    values, tops = torch.empty(2, -(-count * segments // 4) * 4, device=device)
     ids = torch.empty(count, segments, dtype=torch.int32, device=device)
     keys = rows.temperature, rows.seed, rows.choice, rows.index
     _segments[(segments, count)](
