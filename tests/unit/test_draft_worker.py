@@ -23,8 +23,8 @@ async def test_what_one_message_asks_for_is_one_tick() -> None:
             return []
 
     method = SimpleNamespace(
-        info=None, warm_up=lambda stopped: None, stats=lambda: SimpleNamespace(free=0, total=0, tables=0),
-        work=lambda: False,
+        info=None, warm_up=lambda stopped: None, work=lambda: False,
+        stats=lambda: SimpleNamespace(free=0, total=0, tables=0),
     )  # fmt: skip
     worker = Noted(lambda: cast(Any, {"toy": method}))
     await worker.start()
