@@ -40,8 +40,8 @@ from engine.models.draft_context import ContextRows
 from engine.models.draft_loading import LoadedDraft
 from engine.warm import prompt_rows
 
-# Rows that one forward writes at most.
-_FORWARD_ROWS = 512
+# Rows that one forward writes at most, and at least where nobody waits for them.
+_FORWARD_ROWS, _WORTH_WRITING = 512, 64
 
 
 class DFlashMethod(Method[DFlashContext]):
@@ -62,6 +62,7 @@ class DFlashMethod(Method[DFlashContext]):
         """`warm_sessions`: at so many at once nobody waits for what is met for the first time."""
         self._model, self._confidences = loaded.model, confidences
         self._stepper, self._warm_sessions = loaded.stepper, warm_sessions
+        self._worth_writing = _WORTH_WRITING if loaded.stepper is not None else 1
         config = loaded.model.config
         self._unwritten: dict[DFlashContext, None] = {}
         self._names = ContextNames(loaded.model.pool.page_tokens)
@@ -128,7 +129,13 @@ class DFlashMethod(Method[DFlashContext]):
             table.publish(context.root, context.ids[context.origin :], table.length)
 
     def work(self) -> bool:
-        """Writes what rounds without a proposal leave."""
+        """Writes what rounds without a proposal leave. On a GPU, which the target may share, only
+        once there is something to it: a proposal writes what is left in front of it."""
+        waiting = sum(context.pending_rows for context in self._unwritten)
+        return waiting >= self._worth_writing and self._catch_up()
+
+    def _catch_up(self) -> bool:
+        """Writes some of what waits; whether more does."""
         self._write(list(self._unwritten), _FORWARD_ROWS)
         # What lacks pages waits for a proposal to ask again.
         for context in list(self._unwritten):
@@ -238,7 +245,7 @@ class DFlashMethod(Method[DFlashContext]):
         try:
             for context in contexts:
                 self.update(context, length, (), [RowBlock(0, rows)])
-            while self.work():
+            while self._catch_up():
                 pass
         except BaseException:
             for context in contexts:

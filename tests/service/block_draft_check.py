@@ -61,7 +61,7 @@ def opened(method: DFlashMethod, length: int, sampling: Sampling) -> DFlashConte
     for first, end in pairwise((0, 1, length // 2, length)):
         if first < end:
             method.update(context, length + 1, (), [block(first, rows[first:end])])
-            method.work()
+            method._catch_up()
     return context
 
 

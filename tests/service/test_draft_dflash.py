@@ -224,6 +224,32 @@ def test_truncation_and_rounds_without_a_proposal(
     method.close(context)
 
 
+def test_few_rows_are_written_with_a_proposal_on_a_gpu(loaded: LoadedDraft) -> None:
+    """Each write takes the device from a target that shares it."""
+    method, cold = make_method(loaded), make_method(loaded)
+    method._worth_writing, greedy = 64, Sampling(temperature=0.0)
+    ids, rows = [7 * i % 1000 for i in range(80)], random_rows(79)
+    contexts = [method.open(ids[:30], greedy) for _ in range(2)]
+    for context in contexts:
+        method.update(context, 30, (), [RowBlock(0, rows[:29])])
+        assert not method.work() and context.end == 0
+    method.update(contexts[0], 30, ids[30:40], [RowBlock(29, rows[29:39])])
+    while method.work():
+        pass
+    assert [context.end for context in contexts] == [39, 29]
+    method.update(contexts[1], 30, ids[30:40], [RowBlock(29, rows[29:39])])
+    assert not method.work() and contexts[1].end == 29
+    expected = cold.open(ids[:40], greedy)
+    cold.update(expected, 40, (), [RowBlock(0, rows[:39])])
+    (wanted,) = cold.propose([Request(expected, 3)])
+    found = method.propose([Request(context, 3) for context in contexts])
+    assert [draft.ids for draft in found] == [wanted.ids] * 2 and len(wanted.ids) == 3
+    for context in contexts:
+        method.close(context)
+    cold.close(expected)
+    loaded.model.pool.check_integrity()
+
+
 def test_sampling_uses_the_noise_of_the_position_drawn(
     method: DFlashMethod, loaded: LoadedDraft
 ) -> None:
