@@ -28,6 +28,8 @@ from specwire.v1 import generate_pb2, generate_pb2_grpc
 Progress = Callable[[str], None]
 START_TIMEOUT_S = 600.0  # where no kernel was compiled before it takes minutes
 STOP_GRACE_S = 8.0
+# A draft service that ends is started so many times, counted anew once it ran for so long.
+_RESTARTS, _STEADY_S = 3, 60.0
 LOG_TAIL_LINES = 5
 # What `--colocate` takes where nothing is said: the default of a draft service too.
 COLOCATED_METHOD = "dflash"
@@ -83,6 +85,7 @@ class LocalDeployment:
         self.address = self.options.listen or self._socket("coordinator")
         self.target_address = self._socket("target")
         self.draft_address = self._socket("draft")
+        self._restarts, self._restarted = 0, 0.0
 
     def __enter__(self) -> Self:
         try:
@@ -135,15 +138,27 @@ class LocalDeployment:
         self._wait_serving(child, time.monotonic() + START_TIMEOUT_S)
         return child
 
+    def mend(self) -> None:
+        """As `check`, but a draft service that has ended costs speed only: it is started again, and
+        left away where it ends again and again. Main thread only."""
+        draft = self.children.get("draft_svc")
+        if draft is not None and (ended := _ended(draft)):
+            now = time.monotonic()
+            self._restarts = 1 if now > self._restarted + _STEADY_S else self._restarts + 1
+            self._restarted = now
+            if self._restarts > _RESTARTS:
+                del self.children["draft_svc"]
+                self._progress(f"{ended}\nthe draft stays away; all go on without it")
+            else:
+                self.spawn("draft_svc")
+                self._progress(f"{ended}\nthe draft starts again")
+        self.check()
+
     def check(self) -> None:
         """Raises when a child has ended: name, status and the end of its log."""
         for child in self.children.values():
-            status = child.process.poll()
-            if status is not None:
-                ended = f"signal {-status}" if status < 0 else f"exit status {status}"
-                raise SpecwireError(
-                    Reason.ENGINE_DOWN, f"the {child.name} ended with {ended}:\n{child.tail()}"
-                )
+            if ended := _ended(child):
+                raise SpecwireError(Reason.ENGINE_DOWN, ended)
 
     def stop(self) -> None:
         """Coordinator first, so that no session loses a worker under it."""
@@ -216,6 +231,15 @@ class LocalDeployment:
             text = f"the {name} was not ready after {START_TIMEOUT_S:.0f} s"
             raise SpecwireError(Reason.ENGINE_DOWN, text)
         time.sleep(0.05)
+
+
+def _ended(child: Child) -> str:
+    """How it ended and the end of its log; empty while it runs."""
+    status = child.process.poll()
+    if status is None:
+        return ""
+    how = f"signal {-status}" if status < 0 else f"exit status {status}"
+    return f"the {child.name} ended with {how}:\n{child.tail()}"
 
 
 def _serving(stub: health_pb2_grpc.HealthStub) -> bool:

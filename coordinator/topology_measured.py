@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from coordinator.bench_modes import EXACTNESS
 from coordinator.drafters import COLOCATED, PLAIN
 from coordinator.topology_link import COLOCATED as BESIDE
@@ -109,30 +111,53 @@ def _mode(label: str, method: str, usual: str, entry: Mapping[str, Any]) -> Meas
     )
 
 
+class _Cell(BaseModel):
+    """One of a report of closed-loop load, as far as it is read here."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    mode: str
+    sessions: int = Field(ge=1)
+    tokens_per_s: float = Field(ge=0)
+    tau: float = Field(gt=0)
+    k: float = Field(ge=0)
+    drafted: float = Field(1.0, ge=0, le=1)
+    outside_ms: float | None = Field(ge=0)
+    verify_ms: float | None = Field(None, gt=0)
+    draft_ms: float | None = Field(None, ge=0)
+
+
 def _cells(report: Sequence[Mapping[str, Any]]) -> list[Measured]:
     """Of modes that did what they are named after; a drafter that switched itself off did not."""
-    found = [cell for cell in report if cell["tokens_per_s"] and cell["outside_ms"] is not None]
+    try:
+        cells = [_Cell.model_validate(cell) for cell in report]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "a cell"
+        wrong = f"{where} {first.get('input')!r:.60}" if first["loc"] else repr(first["input"])[:60]
+        accepted = f"{first['msg'].lower()}; {_ACCEPTED}"
+        raise SpecwireError.field("--from-bench", wrong, accepted) from None
+    found = [cell for cell in cells if cell.tokens_per_s and cell.outside_ms is not None]
     if not found:
         raise KeyError("cells that were measured")
     return [_cell(cell) for cell in found]
 
 
-def _cell(cell: Mapping[str, Any]) -> Measured:
-    label, tau = str(cell["mode"]), float(cell["tau"])
-    words = [word for word in label.split("@") if word not in EXACTNESS]
-    verify, draft = cell.get("verify_ms"), cell.get("draft_ms")
+def _cell(cell: _Cell) -> Measured:
+    words = [word for word in cell.mode.split("@") if word not in EXACTNESS]
+    assert cell.outside_ms is not None
     return Measured(
-        label=label,
+        label=cell.mode,
         method="@".join(words),
-        exactness=_exactness(label, EXACTNESS[0]),
-        k=float(cell["k"]),
-        tau=tau,
-        verify_ms=None if verify is None else float(verify),
-        draft_ms=None if draft is None else float(draft),
-        outside_ms=float(cell["outside_ms"]),
-        tokens_per_s=float(cell["tokens_per_s"]),
-        sessions=int(cell["sessions"]),
-        drafted=float(cell.get("drafted", 1.0)),
+        exactness=_exactness(cell.mode, EXACTNESS[0]),
+        k=cell.k,
+        tau=cell.tau,
+        verify_ms=cell.verify_ms,
+        draft_ms=cell.draft_ms,
+        outside_ms=cell.outside_ms,
+        tokens_per_s=cell.tokens_per_s,
+        sessions=cell.sessions,
+        drafted=cell.drafted,
     )
 
 

@@ -107,7 +107,7 @@ def up(
         print(f"serving at {deployment.address}", flush=True)
         say(_how_to_use(deployment.address, found_by_itself))
         while not stop.wait(WATCH_S):
-            deployment.check()
+            deployment.mend()
         say("stopping")
 
 

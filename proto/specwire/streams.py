@@ -64,7 +64,7 @@ class _Receiver:
     def _failed(self, error: grpc.RpcError) -> float:
         typed = self._typed(error)
         if self._received:
-            raise typed from error
+            raise _cut(typed) from error
         self._call = None
         try:
             return self._budget.pause_s(typed)
@@ -177,3 +177,11 @@ class Stream(_Receiver):
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
+
+
+def _cut(error: SpecwireError) -> SpecwireError:
+    """Of an answer that had begun: whoever was there is gone."""
+    if error.reason is not Reason.UNREACHABLE:
+        return error
+    text = "the coordinator ended, or was lost, in the middle of the answer: the rest is missing"
+    return SpecwireError(error.reason, text, error.metadata)

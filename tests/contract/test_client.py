@@ -301,6 +301,13 @@ async def test_nothing_is_repeated_after_the_first_message(fake: Fake) -> None:
     assert servicer.calls == 2
 
 
+async def test_an_answer_that_is_cut_is_told_apart_from_nobody_there(fake: Fake) -> None:
+    servicer, address = fake
+    servicer.fail_after_first = SpecwireError(Reason.UNREACHABLE, "no coordinator answers")
+    for caught in await both(address, prompt="x"):
+        assert caught.reason is Reason.UNREACHABLE and "the rest is missing" in caught.message
+
+
 async def test_a_stream_without_its_end_is_an_error(fake: Fake) -> None:
     fake[0].without_end = True
     for caught in await both(fake[1], prompt="x"):

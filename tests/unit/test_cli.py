@@ -273,6 +273,43 @@ def test_a_child_that_fails_ends_the_start_with_the_end_of_its_log() -> None:
     assert not folder.exists() and not deployment.children
 
 
+def test_a_draft_that_ends_is_started_again_and_then_left_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It costs speed only; the others are what is served."""
+    said: list[str] = []
+    deployment = LocalDeployment(LocalOptions(draft="/no/such/draft"), said.append)
+    try:
+        draft = deployment.spawn("draft_svc")
+        for _ in range(local._RESTARTS):
+            draft.process.kill()
+            draft.process.wait()
+            deployment.mend()
+            assert deployment.children["draft_svc"] is not draft
+            assert said[-1].startswith("the draft ended with signal 9") and "again" in said[-1]
+            draft = deployment.children["draft_svc"]
+        monkeypatch.setattr(local, "_STEADY_S", 0.0)  # one that ran for long is counted anew
+        draft.process.kill()
+        draft.process.wait()
+        deployment.mend()
+        monkeypatch.undo()
+        draft = deployment.children["draft_svc"]
+        for _ in range(local._RESTARTS):
+            draft.process.kill()
+            draft.process.wait()
+            deployment.mend()
+            draft = deployment.children.get("draft_svc", draft)
+        assert "draft_svc" not in deployment.children and "without it" in said[-1]
+        deployment.mend()
+        target = deployment.spawn("target_svc")
+        target.process.kill()
+        target.process.wait()
+        with pytest.raises(SpecwireError, match="the target ended with signal 9"):
+            deployment.mend()
+    finally:
+        deployment.stop()
+
+
 def test_a_folder_too_long_for_sockets_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -238,6 +239,19 @@ def test_a_run_with_many_sessions_tells_its_own_steps(plan: Any, tmp_path: Path)
         (tmp_path / "cells.json").write_text(json.dumps(bad))
         code, _, err = plan(*flags)
         assert code == 2 and f"error: {named} is" in err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("drafted", 7), ("sessions", 0), ("tau", 0), ("k", "some"), ("mode", None), ("k", math.nan)],
+)
+def test_a_report_of_what_cannot_be_is_refused(
+    field: str, value: Any, plan: Any, tmp_path: Path
+) -> None:
+    cells = [*CELLS[:2], {**CELLS[2], field: value}]
+    (tmp_path / "cells.json").write_text(json.dumps(cells))
+    code, _, err = plan("--from-bench", f"{tmp_path}/cells.json")
+    assert code == 2 and "error: --from-bench is" in err and f"{field} " in err
 
 
 def test_the_table_says_it_in_words(plan: Any, tmp_path: Path) -> None:
