@@ -34,6 +34,11 @@ class _Question(NamedTuple):
     # It tells of more than a round brings, which the draft takes in first: no time of a round.
     catches_up: bool = False
 
+    @property
+    def timed(self) -> bool:
+        """Whether the wait for its answer says how long proposals take."""
+        return not (self.before or self.catches_up)
+
 
 class Separate(Drafting):
     def __init__(
@@ -163,7 +168,7 @@ class Separate(Drafting):
         self._record.fell_back("late")
         self.waited_ns = time.perf_counter_ns() - asked.sent_ns
         self._record.spent("draft", self.waited_ns)
-        self._overdue = None if asked.before or asked.catches_up else asked
+        self._overdue = asked if asked.timed else None
         if self._at.grace_s:
             # The drafter was taking in the context: that says nothing of the rounds to come.
             self._round_k = 0
@@ -192,7 +197,7 @@ class Separate(Drafting):
         self._record.spent("draft", min(worked, answered_ns))
         self._record.spent("link", answered_ns - worked)
         standing.breaker.success()
-        if not asked.before and not asked.catches_up:
+        if asked.timed:
             standing.note_proposal(answered_ns / 1e9)
         self._note_cost(asked, answered_ns)
         self.drafted_ns = message.timings.compute_ns + once
@@ -218,7 +223,7 @@ class Separate(Drafting):
     def _note_cost(self, asked: _Question, wall_ns: int) -> None:
         choice = self._at.choice
         # The first round takes in the whole context: no cost of a round, nor is the rest of a wait.
-        if choice is not None and not (self._at.grace_s or asked.before or asked.catches_up):
+        if choice is not None and not self._at.grace_s and asked.timed:
             busy, seconds = choice.worker.busy, wall_ns / 1e9
             choice.standing.costs.note(asked.k, busy, asked.length, seconds, False)
 

@@ -216,15 +216,15 @@ def _send_missed(ended: Ended) -> None:
 def _send_rows(ended: Ended) -> None:
     """Keeps and pushes the rows of the session's part, except those that the draft already has; or
     keeps them only."""
-    session, start, result = ended.session, ended.item.start, ended.result
-    if session.sink is None or result.late_rows is None:
+    session, start = ended.session, ended.item.start
+    if session.sink is None or (found := ended.result.rows) is None:
         return
     step_id = ended.step.step_id
     skip = max(0, session.rows_start - start) if step_id == 0 else 0
     # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
     kept = ended.kept
     end = None if kept is None else ended.base + len(kept.tokens) - 1 - start
-    wanted, first = as_rows(result.late_rows())[skip:end], start + skip
+    wanted, first = as_rows(found)[skip:end], start + skip
     if not len(wanted):
         return
     session.history.add(first, wanted)

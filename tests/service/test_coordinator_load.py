@@ -16,6 +16,7 @@ from tests.service.coordinator_harness import (
     PROMPT,
     Reply,
     ScriptedDraft,
+    World,
     perfect,
     proposal,
     row_drafter,
@@ -106,6 +107,16 @@ def _useless(draft: ScriptedDraft, item: draft_pb2.Advance, ids: list[int]) -> l
     return [proposal(item, len(ids), wrong)]
 
 
+async def _comes_back(made: World, draft: ScriptedDraft) -> None:
+    """Drafting pays from now on, and is found to."""
+    draft.script, draft.ask_s = perfect, 0.0
+    for _ in range(3):
+        result = await made.generate(max_tokens=300)
+        assert list(result.token_ids) == continuation(PROMPT, 300)
+    assert result.acceptance.tau > 4
+    await made.until_idle()
+
+
 async def test_speculation_that_does_not_pay_stops_says_so_and_comes_back() -> None:
     """K = 0 with a free run, and rare probes that find when it pays."""
     draft = ScriptedDraft(_useless)
@@ -119,12 +130,7 @@ async def test_speculation_that_does_not_pay_stops_says_so_and_comes_back() -> N
         assert 0 < sum(drafted[60:]) < 30
         # The draft was told every token all the same: it can be used again at once.
         assert [a.step_id for a in draft.advances] == list(range(len(draft.advances)))
-        draft.script, draft.ask_s = perfect, 0.0
-        for _ in range(3):
-            result = await made.generate(max_tokens=300)
-            assert list(result.token_ids) == continuation(PROMPT, 300)
-        assert result.acceptance.tau > 4
-        await made.until_idle()
+        await _comes_back(made, draft)
 
 
 async def test_a_draft_that_reads_rows_hears_of_a_plain_run_when_it_is_over() -> None:
@@ -144,12 +150,7 @@ async def test_a_draft_that_reads_rows_hears_of_a_plain_run_when_it_is_over() ->
             told.append(item.base_len + len(item.tokens))
             assert item.rows_start + item.rows_count == told[-1] - 1
             assert item.rows_start <= max(told[-2] - 1, 0)
-        draft.script, draft.ask_s = perfect, 0.0
-        for _ in range(3):
-            result = await made.generate(max_tokens=300)
-            assert list(result.token_ids) == continuation(PROMPT, 300)
-        assert result.acceptance.tau > 4
-        await made.until_idle()
+        await _comes_back(made, draft)
 
 
 async def test_drafting_that_slows_all_down_stops_for_all_and_changes_no_token() -> None:
