@@ -9,7 +9,8 @@
                 print(event.text, end="")
 
 Leaving a stream early (close, or dropping the last reference) cancels the work on the server. A
-server that is not available is tried again only while nothing has been received.
+server that is not available is tried again only while nothing has been received. One that is there
+and slow to accept is waited for as long as `timeout_s` allows, for 20 s at most.
 """
 
 from __future__ import annotations

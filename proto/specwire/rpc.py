@@ -30,12 +30,19 @@ CHUNK_BYTES = 1024 * 1024
 _PING_MS = {True: 10_000, False: 30_000}
 _PING_TIMEOUT_MS = 5_000
 _PING_MINIMUM_MS = 5_000
+# How long one attempt to connect may take, which gRPC calls the shortest backoff; the pause between
+# attempts follows from the other two. A server that is stopped or starved accepts late, so a public
+# call waits as its own deadline has it; a link tries again sooner, as its worker may have moved.
+_CONNECT_MS = {True: 5_000, False: 20_000}
 
 # sockaddr_un holds 108 bytes, the closing zero included.
 SOCKET_PATH_BYTES = 107
 ADDRESSES = (
-    f"host:port with a port of 1 to 65535, or unix:/path of at most {SOCKET_PATH_BYTES} bytes"
+    "host:port with a port of 1 to 65535 and no http:// before it, or unix:/path of at most "
+    f"{SOCKET_PATH_BYTES} bytes"
 )
+# Schemes of gRPC's resolvers that may come before host:port.
+_SCHEMES = ("dns", "ipv4", "ipv6", "xds")
 
 
 class Message(Protocol):
@@ -50,13 +57,17 @@ Options = list[tuple[str, int]]
 
 def is_address(address: str) -> bool:
     """Whether a server may be there. gRPC itself takes a port of 99999 for 34463, and calls 443
-    where none is given; schemes of its resolvers, as `dns:///host:port`, are fine."""
+    where none is given; it takes an URL for the name of a host. Schemes of its resolvers, as
+    `dns:///host:port`, are fine."""
     for scheme in ("unix:", "unix-abstract:"):
         if address.startswith(scheme):
             # gRPC takes the form of an URL too.
             path = address.removeprefix(scheme).removeprefix("//").encode(errors="replace")
             return 0 < len(path) <= SOCKET_PATH_BYTES
     host, _, port = address.rpartition(":")
+    scheme, named, path = host.partition("://")
+    if scheme not in _SCHEMES if named else "/" in host:  # an URL, or a path without `unix:`
+        return False
     known = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
     return known and bool(host) and not any(c.isspace() for c in host)
 
@@ -89,7 +100,7 @@ def channel_options(link: bool) -> Options:
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_MS[link]),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # Retries are ours: a service config from a resolver must not add its own.
         ("grpc.enable_retries", 0),

@@ -240,7 +240,10 @@ async def test_bad_arguments_are_named_before_anything_is_sent(
 
 @pytest.mark.parametrize(
     "address",
-    ["", "nonsense", "unix:", "127.0.0.1:99999", "127.0.0.1:0", "unix:/" + 107 * "x", 7070, None],
+    [
+        *("", "nonsense", "unix:", "127.0.0.1:99999", "127.0.0.1:0", "unix:/" + 107 * "x"),
+        *("http://127.0.0.1:7070", "https://host:443", "grpc://host:7070", "./c:7070", 7070, None),
+    ],
 )
 async def test_an_address_that_cannot_be_is_named(address: Any) -> None:
     """gRPC would connect to another port, say that a server is away, or that it made no channel."""

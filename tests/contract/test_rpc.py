@@ -49,6 +49,14 @@ def test_limits_are_explicit_on_both_sides() -> None:
     assert backoff["grpc.max_reconnect_backoff_ms"] == 2000
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["host:80", "[::1]:7070", "ipv4:10.0.0.1:80", "dns:///host:80", "unix:/x", "unix:///x"],
+)
+def test_addresses_that_grpc_knows_are_taken(address: str) -> None:
+    assert rpc.is_address(address)
+
+
 class Item(int):
     """A message as far as an outbox knows: its value is its size."""
 
