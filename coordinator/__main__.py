@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-
-from specwire.environment import loaded, prepare
+from specwire.environment import leave, loaded, prepare
 
 prepare()  # before grpc loads
+
+import asyncio
+import sys
 
 from coordinator.host import CoordinatorHost
 from coordinator.settings import CoordinatorSettings
 from specwire.observe import metrics_server, setup_logging
-from specwire.serve import run_service
+from specwire.process import run_service
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -32,3 +32,4 @@ async def serve(stop: asyncio.Event) -> None:
 
 if __name__ == "__main__":
     run_service(serve)
+    leave()

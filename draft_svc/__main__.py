@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from contextlib import ExitStack, closing
-
-from specwire.environment import loaded, prepare
+from specwire.environment import leave, loaded, prepare
 
 prepare()  # before torch and grpc load
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack, closing
 
 from draft_svc.host import DraftHost
 from draft_svc.loading import load_methods
 from draft_svc.settings import DraftSettings
 from specwire.observe import metrics_server, setup_logging
-from specwire.serve import run_service
+from specwire.process import run_service, started
 
 
 def _progress(line: str) -> None:
@@ -34,16 +34,16 @@ async def serve(stop: asyncio.Event) -> None:
         drain_s=settings.drain_ms / 1000,
         stopped=stop.is_set,
     )
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         if settings.metrics_port:
             registry = host.metrics.registry
             stack.enter_context(closing(metrics_server(settings.metrics_port, registry=registry)))
-        async with host:
+        if await started(stop, stack.enter_async_context(host)):
             loaded()
-            if not stop.is_set():
-                _progress(f"ready at {host.address}")
+            _progress(f"ready at {host.address}")
             await stop.wait()
 
 
 if __name__ == "__main__":
     run_service(serve)
+    leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self
 
 from draft_svc.metrics import Metrics
@@ -16,6 +17,7 @@ from specwire.serve import GrpcHost
 from specwire.v1 import draft_pb2_grpc
 
 _SWEEP_S = 0.1
+_DRAINED_S = 0.02
 
 
 class DraftHost:
@@ -49,12 +51,12 @@ class DraftHost:
         self._host = GrpcHost(
             address=self._address, services=[SERVICE_NAME], link=True, reflection=self._reflection
         )
-        servicer = DraftServicer(
+        self._servicer = DraftServicer(
             self.protocol,
             incarnation=self.incarnation,
             push_address=self._push_address,
         )
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, self._host.server)
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, self._host.server)
         try:
             await self._host.start()
             await self.worker.start()
@@ -69,7 +71,10 @@ class DraftHost:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.protocol.draining = True
-        await self._host.drain(self._drain_s)
+        await self._host.set_serving(False)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._drained(), self._drain_s)
+        await self._host.drain(0)
         self._sweeper.cancel()
         for session in self.protocol.sessions:
             self.protocol.end(session, "shutdown")
@@ -79,6 +84,13 @@ class DraftHost:
     def address(self) -> str:
         """Where the service listens; with the real port where the settings said 0."""
         return self._host.addresses[0]
+
+    async def _drained(self) -> None:
+        """Until no session is left whose coordinator is there: idle links are not waited for."""
+        while True:
+            if not (self.protocol.sessions and self._servicer.links):
+                return
+            await asyncio.sleep(_DRAINED_S)
 
     async def _sweep(self) -> None:
         while True:

@@ -50,6 +50,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def __init__(self, protocol: Protocol, *, incarnation: int, push_address: str) -> None:
         self._protocol, self._push_address = protocol, push_address
         self._incarnation = incarnation
+        # Of coordinators, open now.
+        self.links = 0
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: Any
@@ -68,13 +70,17 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.DraftServiceLinkRequest], context: Any
     ) -> AsyncIterator[draft_pb2.DraftServiceLinkResponse]:
         outbox: Outbox[draft_pb2.DraftReply] = Outbox()
-        async with _reading(self._read(request_iterator, outbox), outbox):
-            while replies := await outbox.take_all():
-                yield draft_pb2.DraftServiceLinkResponse(
-                    incarnation=self._incarnation,
-                    replies=replies,
-                    load=self._load(),
-                )
+        self.links += 1
+        try:
+            async with _reading(self._read(request_iterator, outbox), outbox):
+                while replies := await outbox.take_all():
+                    yield draft_pb2.DraftServiceLinkResponse(
+                        incarnation=self._incarnation,
+                        replies=replies,
+                        load=self._load(),
+                    )
+        finally:
+            self.links -= 1
 
     async def _read(
         self,

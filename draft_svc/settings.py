@@ -75,7 +75,7 @@ class DraftSettings(EngineSettings, ServiceSettings):
         description="life of a session without traffic, where its opener does not say",
     )
     max_lease_ms: int = Field(600_000, ge=100, description="longest lease an opener may ask for")
-    drain_ms: int = Field(2_000, ge=0, description="time that links get to end at shutdown")
+    drain_ms: int = Field(2_000, ge=0, description="time that running sessions get at shutdown")
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus metrics; 0: off")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -49,11 +49,13 @@ class Worker:
         await self._ready
 
     async def stop(self) -> None:
-        """Ends the thread after the jobs that wait. Harmless when it never started."""
+        """Ends the thread after the jobs that wait. Harmless when it never started; where the
+        methods are still loading, which may take minutes, they are left to it."""
         if self._thread.is_alive():
             self._hand_over()
             self._jobs.put(None)
-            await asyncio.to_thread(self._thread.join)
+            if self.infos:
+                await asyncio.to_thread(self._thread.join)
 
     def put(self, job: Job) -> None:
         """On the event loop. Rows, tokens and the question about them come in one message: the

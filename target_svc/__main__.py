@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from functools import partial
-
-from specwire.environment import loaded, prepare
+from specwire.environment import leave, loaded, prepare
 
 prepare()  # before torch and grpc load
 
+import asyncio
+from functools import partial
+
 from specwire.observe import metrics_server, setup_logging
-from specwire.serve import run_service
+from specwire.process import run_service, started
 from target_svc.app import TargetApp
 from target_svc.drafters import find_drafter
 from target_svc.engines.native import load_native
@@ -27,18 +27,15 @@ async def serve(stop: asyncio.Event) -> None:
     if settings.metrics_port:
         metrics = metrics_server(settings.metrics_port, registry=app.metrics.registry)
     try:
-        await app.start(stop.is_set)
-        loaded()
-        await app.wait(stop)
+        if await started(stop, app.start(stop.is_set)):
+            loaded()
+            await app.wait(stop)
     finally:
         await app.stop()
         if metrics is not None:
             metrics.close()
 
 
-def main() -> None:
-    run_service(serve)
-
-
 if __name__ == "__main__":
-    main()
+    run_service(serve)
+    leave()

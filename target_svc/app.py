@@ -117,7 +117,8 @@ class TargetApp:
             self._loop_task.result()
 
     async def stop(self) -> None:
-        """Takes no new sessions, lets the running ones end within `drain_ms`, closes everything."""
+        """Takes no new sessions, lets the running ones end within `drain_ms`, closes everything.
+        A load that has not come to its end is left behind."""
         if self._intake is not None:
             self._intake.draining = True
         await self._host.set_serving(False)
@@ -130,4 +131,5 @@ class TargetApp:
             self._loop_task.cancel()
             await asyncio.wait([self._loop_task])
         await self._exporter.close()
-        self._thread.close()
+        # A load that was given up may take minutes yet.
+        self._thread.close(wait=self.scheduler is not None)

@@ -31,10 +31,11 @@ class EngineThread:
         self._jobs.put((future, function, args))
         return future
 
-    def close(self) -> None:
-        """Returns when all calls are over. Safe to repeat."""
+    def close(self, wait: bool = True) -> None:
+        """Returns when all calls are over, unless told not to `wait` for them. Safe to repeat."""
         self._jobs.put(None)
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -1,4 +1,4 @@
-"""Hosting of a gRPC service: binding, health, reflection, error mapping, signals. Needs `serve`."""
+"""Hosting of a gRPC service: binding, health, reflection, error mapping. Needs `serve`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import asyncio
 import errno
 import logging
 import os
-import signal
 import socket
-import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc
-import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection as grpc_reflection
@@ -201,22 +198,3 @@ def _in_use(address: str) -> SpecwireError:
 def _not_bindable(address: str) -> SpecwireError:
     accepted = "host:port of this machine, or unix:/path (107 characters) in a writable directory"
     return SpecwireError.field("address", address, accepted, Reason.SETTINGS_INVALID)
-
-
-def run_service(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Runs a service on uvloop until its coroutine ends; SIGTERM and SIGINT set the event."""
-
-    async def supervised() -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        await main(stop)
-
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(supervised())
-    except SpecwireError as error:
-        # Unclipped: this is the process's own terminal, and a refusal lists every reason.
-        print(f"error: {error.args[0]}", file=sys.stderr)
-        sys.exit(2)

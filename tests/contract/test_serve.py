@@ -214,7 +214,7 @@ async def test_drain_lets_running_calls_end() -> None:
 PROGRAM = """
 import asyncio, sys
 from specwire.errors import Reason, SpecwireError
-from specwire.serve import run_service
+from specwire.process import run_service
 
 async def main(stop):
     if sys.argv[1] == "fail":

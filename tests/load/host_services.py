@@ -32,7 +32,7 @@ from coordinator.tokenizer_cache import TokenizerCache
 from draft_svc.host import DraftHost
 from draft_svc.protocol import Limits
 from specwire.client import AsyncClient
-from specwire.serve import run_service
+from specwire.process import run_service
 from target_svc.app import Loaded, TargetApp
 from target_svc.settings import TargetSettings
 from tests.load.bare_engine import BareEngine

@@ -17,7 +17,7 @@ from draft_svc.settings import DraftSettings
 from engine.weights import Weights
 from specwire.errors import Reason, SpecwireError
 from specwire.info import info_from
-from specwire.serve import run_service
+from specwire.process import run_service
 from specwire.v1 import common_pb2, draft_pb2, generate_pb2, target_pb2
 from target_svc.engines.native import load_native
 from target_svc.info import info_response

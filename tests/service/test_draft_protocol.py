@@ -370,3 +370,15 @@ async def test_a_failed_load_is_raised_where_the_service_starts(tmp_path: Path) 
     )
     with pytest.raises(SpecwireError, match="no such draft"):
         await host.__aenter__()
+
+
+async def test_draining_waits_for_sessions_and_for_no_idle_link(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        service.host._drain_s = 60.0
+        link, key = service.link(), session_key()
+        assert (await link.ask(open_item(key, [1, 2, 3]))).HasField("opened")
+        stopping = asyncio.ensure_future(service.host.__aexit__())
+        refused = await link.ask(open_item(session_key(2), [1, 2, 3]))
+        assert refused.refused.error.reason == "DRAINING" and not stopping.done()
+        await link.send(close_item(key))
+        await asyncio.wait_for(stopping, 3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +18,7 @@ from draft_svc.host import DraftHost
 from engine.api import never
 from engine.errors import BackendUnavailable
 from specwire.errors import SpecwireError
+from specwire.process import started
 from target_svc.app import Loaded, TargetApp
 from target_svc.costs import prepared
 from target_svc.settings import TargetSettings
@@ -89,3 +92,26 @@ async def test_a_kernel_that_a_draft_lacks_is_told_of_in_words(tmp_path: Path) -
     with pytest.raises(SpecwireError, match="toy: a kernel of the step X") as caught:
         await host_of(tmp_path, Broken(), asyncio.Event()).__aenter__()
     assert caught.value.reason == "BACKEND_UNAVAILABLE"
+
+
+async def test_a_load_that_goes_on_is_left_behind(tmp_path: Path) -> None:
+    """Weights take minutes to load, and no library can be asked to stop in the middle."""
+    over = threading.Event()
+
+    def load(settings: TargetSettings | None = None) -> Any:
+        over.wait(20)
+        raise BackendUnavailable("nobody waits for this any more")
+
+    stop = asyncio.Event()
+    app = TargetApp(TargetSettings(address=f"unix:{tmp_path}/t.sock"), load)
+    draft = DraftHost(load, address=f"unix:{tmp_path}/d.sock", limits=LIMITS, default_method="toy")
+    asyncio.get_running_loop().call_later(2 * STEP_S, stop.set)
+    try:
+        async with asyncio.timeout(5):
+            found = await asyncio.gather(
+                started(stop, app.start(stop.is_set)), started(stop, draft.__aenter__())
+            )
+            assert found == [False, False]
+            await app.stop()
+    finally:
+        over.set()
