@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Self
 
 from coordinator.metrics import Metrics
@@ -15,6 +16,8 @@ from specwire.serve import GrpcHost
 from specwire.v1 import generate_pb2_grpc
 
 _HEALTH_S = 0.05
+# In which the last errors and closes leave.
+_SAID_S = 0.2
 
 
 class CoordinatorHost:
@@ -46,10 +49,13 @@ class CoordinatorHost:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self.servicer.draining = True
         self._watcher.cancel()
         await asyncio.gather(self._watcher, return_exceptions=True)
-        await self._host.drain(self._settings.drain_ms / 1000)
+        await self._host.set_serving(False)
+        grace_s = self._settings.drain_ms / 1000
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.servicer.drain(grace_s), grace_s + _SAID_S)
+        await self._host.drain(_SAID_S)
         # The closes of the last sessions leave before the links do.
         await asyncio.sleep(0.02)
         await self.fleet.stop()

@@ -23,6 +23,7 @@ from specwire.sampling import MAX_CHOICES
 from specwire.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 
 SERVICE_NAME = "specwire.v1.GenerationService"
+_DRAINED_S = 0.02
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
@@ -30,7 +31,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
         self._fleet, self._metrics = fleet, metrics
         self._numbers = itertools.count(1)
         self.sessions: dict[int, Session] = {}
-        self.draining = False
+        self._draining = False
+        # Of every call to Generate that runs: with an end once this coordinator is to end.
+        self._calls: set[asyncio.Timeout] = set()
         # One thread: the tokens of a text of 4 MiB take some hundred MB until they are counted.
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
 
@@ -38,6 +41,32 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> None:
+        call = asyncio.timeout(None)
+        try:
+            async with call:
+                self._calls.add(call)
+                await self._generate(request, context)
+        except TimeoutError:
+            if not call.expired():
+                raise
+            text = "this coordinator is shutting down: the rest of the answer is missing"
+            raise SpecwireError(Reason.DRAINING, text) from None
+        finally:
+            self._calls.discard(call)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses what comes, lets what runs end within `grace_s`, and ends the rest: each of them
+        with DRAINING. Returns when no call is left."""
+        self._draining = True
+        end = asyncio.get_running_loop().time() + grace_s
+        for call in self._calls:
+            call.reschedule(end)
+        while True:
+            if not self._calls:
+                return
+            await asyncio.sleep(_DRAINED_S)
+
+    async def _generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:
         lives = self._sessions(*await self._admit(request, context))
         self.sessions |= lives
 
@@ -143,7 +172,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
     def _room(self, request: generate_pb2.GenerateRequest) -> Group:
         """Who serves the request, if it is taken now."""
         settings = self._fleet.settings
-        if self.draining:
+        if self._draining:
             raise SpecwireError(Reason.DRAINING, "this coordinator is shutting down")
         group = self._fleet.group(request.model)
         # Whether `n` can be at all is checked later, with the rest.
