@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from engine.api import Engine, Item, Sampling, WarmUp, never
 from engine.errors import OutOfPages
+from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2
 from target_svc.draft_layers import draft_layers
 from target_svc.settings import TargetSettings
@@ -31,8 +32,12 @@ def prepared(
     stopped: Callable[[], bool] = never,
 ) -> tuple[common_pb2.StepCost, ...]:
     """Warms the engine up where kernels are compiled, then measures it: a step that is met for the
-    first time says nothing. What is left once it is `stopped` is left out. Raises SettingRefused,
+    first time says nothing. What is left once it is `stopped` is left out. Raises SETTINGS_INVALID,
     CheckpointError, BackendUnavailable."""
+    taps, layers = settings.warm_taps, engine.info.layer_count
+    if taps and taps[-1] >= layers:  # here, where a CPU looks too, though it would not use them
+        accepted = f"layers of the model, 0 to {layers - 1}, rising"
+        raise SpecwireError.field("warm_taps", list(taps), accepted, Reason.SETTINGS_INVALID)
     if settings.warm_sessions and engine.info.device != "cpu":
         engine.warm_up(
             WarmUp(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from engine.colocated import DrafterSettings
@@ -99,8 +99,8 @@ class TargetSettings(EngineSettings, ServiceSettings):
     )
     warm_taps: tuple[int, ...] = Field(
         (),
-        description="layers whose rows draft services will ask for: with warm_sessions, graphs of "
-        "steps that send them; empty: those of warm_draft",
+        description="layers whose rows draft services will ask for, rising from 0 on: with "
+        "warm_sessions, graphs of steps that send them; empty: those of warm_draft",
     )
     warm_draft: str = Field(
         "default",
@@ -113,6 +113,13 @@ class TargetSettings(EngineSettings, ServiceSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what is logged"
     )
+
+    @field_validator("warm_taps")
+    @classmethod
+    def _rising(cls, taps: tuple[int, ...]) -> tuple[int, ...]:
+        if list(taps) != sorted({tap for tap in taps if tap >= 0}):
+            raise ValueError("layers of the model, rising from 0 on")
+        return taps
 
     def drafter_settings(self) -> DrafterSettings:
         """What the co-located drafter is told: values of its own."""

@@ -15,6 +15,7 @@ import draft_svc
 from coordinator.costs import from_wire
 from engine.api import WarmUp, nothing
 from engine.errors import CheckpointError
+from specwire.errors import Reason, SpecwireError
 from specwire.v1 import target_pb2, target_pb2_grpc
 from target_svc.app import Loaded, TargetApp
 from target_svc.costs import BUDGET_S, measure, prepared
@@ -113,6 +114,19 @@ def test_nothing_is_run_on_a_cpu_or_where_it_is_switched_off(
     engine = ColdEngine(device)
     costs = prepared(engine, TargetSettings(**options), False, engine.clock_ns)
     assert not engine.asked and 0 < len(costs) < 12
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0 of its own"])
+def test_layers_that_the_model_lacks_are_refused_on_any_device(device: str) -> None:
+    engine = ColdEngine(device)
+    last = engine.info.layer_count - 1
+    prepared(engine, TargetSettings(warm_taps=(0, last)), False, engine.clock_ns)
+    with pytest.raises(SpecwireError, match=f"warm_taps is .*accepted: .*0 to {last}") as caught:
+        prepared(engine, TargetSettings(warm_taps=(0, last + 1)), False, engine.clock_ns)
+    assert caught.value.reason is Reason.SETTINGS_INVALID
+    for taps in ("-1", "2,1", "1,1"):
+        with pytest.raises(SpecwireError, match=f"warm_taps is '{taps}'; accepted: layers"):
+            TargetSettings.load(["--warm-taps", taps])
 
 
 def test_sessions_that_are_not_drafted_for_are_thought_of() -> None:
