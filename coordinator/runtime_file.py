@@ -1,12 +1,19 @@
-"""Where a running default deployment leaves its address for the other commands."""
+"""Where running deployments leave their addresses for the other commands: a file each, which its
+process holds a lock on for as long as it lives."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+_PREFIX, _SUFFIX = "up-", ".json"
 
 
 def runtime_base() -> Path:
@@ -14,51 +21,64 @@ def runtime_base() -> Path:
     return Path(given if given and os.path.isdir(given) else tempfile.gettempdir())
 
 
-def runtime_path() -> Path:
-    return runtime_base() / f"specwire-{os.getuid()}" / "default.json"
+def runtime_folder() -> Path:
+    return runtime_base() / f"specwire-{os.getuid()}"
 
 
-def publish(address: str) -> Path:
-    """Replaces the file in one step, so that a reader never sees half of it."""
-    path = runtime_path()
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    if not _is_ours(path.parent):
-        raise PermissionError(f"{path.parent} belongs to another user or is open to others")
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"address": address, "pid": os.getpid()}), encoding="utf-8")
-    draft.replace(path)
-    return path
-
-
-def withdraw() -> None:
-    """Removes the file if it is this process's own."""
-    entry = _read()
-    if entry is not None and entry[1] == os.getpid():
-        runtime_path().unlink(missing_ok=True)
+@contextmanager
+def published(address: str) -> Iterator[Path]:
+    """Tells the other commands of a deployment while the block runs. Raises OSError where it cannot
+    be told."""
+    folder = runtime_folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_ours(folder):
+        raise PermissionError(f"{folder} belongs to another user or is open to others")
+    number, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+    path = Path(name)
+    with open(number, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX)
+            entry = {"address": address, "pid": os.getpid(), "since_ns": time.time_ns()}
+            file.write(json.dumps(entry))
+            file.flush()
+            # Under a name that is read only now: a reader never sees half of it, or no lock.
+            path = path.rename(path.with_suffix(_SUFFIX))
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def running_address() -> str | None:
-    """The address of a default deployment of this user that is still alive."""
-    entry = _read()
-    if entry is None:
-        return None
-    try:
-        os.kill(entry[1], 0)
-    except OSError:
-        return None
-    return entry[0]
-
-
-def _read() -> tuple[str, int] | None:
-    path = runtime_path()
+    """The address of this user's newest deployment that is still alive."""
+    folder = runtime_folder()
     # In a shared temporary folder anybody could lead our prompts to a server of theirs.
-    if not (_is_ours(path.parent) and _is_ours(path)):
+    if not _is_ours(folder):
+        return None
+    found = [entry for path in folder.glob(f"{_PREFIX}*{_SUFFIX}") if (entry := _alive(path))]
+    return max(found)[1] if found else None
+
+
+def _alive(path: Path) -> tuple[int, str] | None:
+    """Since when, and the address. The file of a process that was killed is removed."""
+    if not _is_ours(path):
         return None
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
-        return str(entry["address"]), int(entry["pid"])
+        with path.open(encoding="utf-8") as file:
+            if not _is_locked(file.fileno()):
+                path.unlink(missing_ok=True)
+                return None
+            entry = json.load(file)
+            return int(entry["since_ns"]), str(entry["address"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _is_locked(number: int) -> bool:
+    try:
+        fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _is_ours(path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from types import FrameType
 from typing import Annotated, Any
@@ -70,8 +70,9 @@ def up(
 ) -> None:
     """Start target, draft and coordinator on this machine and serve until Ctrl-C.
 
-    Other commands find the deployment by themselves. Each service also starts alone, on any host:
-    `python -m target_svc --help`, `python -m draft_svc --help`, `python -m coordinator --help`.
+    Other commands find the deployment by themselves: the newest one, where several run. Each
+    service also starts alone, on any host: `python -m target_svc --help`,
+    `python -m draft_svc --help`, `python -m coordinator --help`.
 
     Examples:
 
@@ -122,21 +123,18 @@ def _how_to_use(address: str, found_by_itself: bool) -> str:
 
 @contextmanager
 def _published(address: str) -> Iterator[bool]:
-    """Tells the other commands, unless another deployment did before; yields whether it did."""
-    if runtime_file.running_address() is not None:
-        say("another deployment is the default already: use --address or SPECWIRE_ADDRESS")
-        yield False
-        return
-    found_by_itself = True
-    try:
-        runtime_file.publish(address)
-    except OSError as error:
-        found_by_itself = False
-        say(f"other commands need --address: {error.strerror or error}")
-    try:
-        yield found_by_itself
-    finally:
-        runtime_file.withdraw()
+    """Tells the other commands, which use the newest deployment; yields whether they know."""
+    before = runtime_file.running_address()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(runtime_file.published(address))
+        except OSError as error:
+            say(f"other commands need --address: {error.strerror or error}")
+            yield False
+            return
+        if before is not None:
+            say(f"other commands use this deployment now; until it ends, {before} needs --address")
+        yield True
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line without a model: help, errors, exit codes, the runtime file, the children."""
+"""The command line without a model: help, errors, exit codes, the children."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import local, runtime_file, talk, up
+from coordinator import local, talk, up
 from coordinator.cli import main
 from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
 from coordinator.talk import shower
@@ -236,31 +236,6 @@ def test_children_wait_passively() -> None:
     assert child_environment(3)["OMP_NUM_THREADS"] == "3"
 
 
-def test_the_runtime_file_names_a_live_deployment() -> None:
-    assert runtime_file.running_address() is None
-    path = runtime_file.publish("unix:/x")
-    assert runtime_file.running_address() == "unix:/x"
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    runtime_file.withdraw()
-    assert runtime_file.running_address() is None
-
-
-def test_a_runtime_file_that_others_can_write_is_not_believed() -> None:
-    path = runtime_file.publish("unix:/x")
-    path.chmod(0o666)
-    assert runtime_file.running_address() is None
-
-
-def test_a_runtime_file_of_a_dead_process_is_not_believed() -> None:
-    path = runtime_file.publish("unix:/x")
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    path.write_text(f'{{"address": "unix:/x", "pid": {ended.pid}}}')
-    assert runtime_file.running_address() is None
-    path.write_text("{")
-    assert runtime_file.running_address() is None
-
-
 def test_a_child_that_fails_ends_the_start_with_the_end_of_its_log() -> None:
     options = LocalOptions(extra=(("target_svc", ("--no-such-flag", "1")),))
     deployment = LocalDeployment(options)
@@ -356,20 +331,6 @@ def gone_within(pid: int, seconds: float) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-def test_a_deployment_beside_another_says_how_to_reach_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with up._published("unix:/first") as by_itself:
-        assert by_itself
-        assert "--address" not in up._how_to_use("unix:/first", by_itself)
-        with up._published("unix:/second") as second_by_itself:
-            assert not second_by_itself
-            hints = up._how_to_use("unix:/second", second_by_itself)
-            assert "specwire chat --address unix:/second\n" in hints
-        assert runtime_file.running_address() == "unix:/first"
-    assert "another deployment" in capsys.readouterr().err
 
 
 def test_bench_refuses_a_report_it_could_not_write_before_it_measures(
