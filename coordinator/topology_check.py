@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from coordinator.topology import Work
+from coordinator.topology_inputs import missing
 from coordinator.topology_link import COLOCATED, PLAIN, SEPARATE, Link
 from coordinator.topology_measured import Measured, Measurements
-from specwire.errors import SpecwireError
 
 GIVEN, OWN = "times given", "its own steps"
 
@@ -62,8 +62,7 @@ def _given(mode: Measured, given: Work) -> tuple[float, float]:
 
 def _own(mode: Measured) -> tuple[float, float]:
     if mode.verify_ms is None:
-        accepted = "step times beside --from-bench: this report tells none"
-        raise SpecwireError.field("--verify-ms", "unset", accepted)
+        raise missing("--verify-ms", "step times beside --from-bench: this report tells none")
     return mode.verify_ms, mode.draft_ms or 0.0
 
 

@@ -16,13 +16,18 @@ from coordinator import topology_view as view
 from coordinator.bench_report import console
 from coordinator.footprint import DTYPE_BYTES, Footprint, Room, read_footprint, rooms
 from coordinator.topology import Work
-from coordinator.topology_inputs import Workers, ask, row_bytes, taus_of, work
+from coordinator.topology_inputs import Workers, ask, missing, row_bytes, taus_of, work
 from coordinator.topology_link import Link
 from coordinator.topology_measured import read_report
 from coordinator.topology_report import Report, compare
 from specwire.errors import Reason, SpecwireError
 
 _GB = 1e9
+_NOTHING = (
+    "nothing to compute with. Needed are step times, by --from ADDRESS of running workers or by "
+    "--verify-ms and --draft-ms, and the tokens of a round, by --acceptance or by --k and --tau; "
+    "or --from-bench REPORT alone. `specwire plan --help` has examples"
+)
 
 
 def plan(
@@ -110,6 +115,9 @@ def plan(
       specwire plan --k 7 --tau 2.7 --verify-ms 20 --plain-ms 17 --draft-ms 5 --rtt-ms 2
       specwire plan --target ./8B --draft ./8B-DFlash --from gpu:7001 --memory-gb 80 --k 7 --tau 4
     """
+    given_any = workers, plain_ms, verify_ms, draft_ms, k, tau, acceptance, target, draft
+    if from_bench is None and not any(given_any):
+        raise SpecwireError(Reason.SETTINGS_INVALID, _NOTHING)
     _check(kv_dtype, rtt_ms, bandwidth_gbit, exchange_ms, target_rtt_ms, session_ms)
     told = ask(workers or (), method)
     timed = partial(
@@ -143,7 +151,7 @@ def plan(
 def _given_times(timed: Callable[..., Work], k: int | None, context_tokens: int) -> Work:
     """Step times for modes that were measured, whose tokens a round are known."""
     if k is None:
-        raise SpecwireError.field("--k", "unset", "of which K the given times are")
+        raise missing("--k", "the draft tokens of a round that the given times are of")
     return timed({k: 1.0}, 1, context_tokens, 0)
 
 
@@ -175,8 +183,8 @@ def _check(kv_dtype: str, rtt_ms: float | None, bandwidth: float, *not_negative:
 
 def _sizes(target: str, draft: str, kv_dtype: str) -> tuple[Footprint, Footprint] | None:
     if bool(target) != bool(draft):
-        missing = "--draft" if target else "--target"
-        raise SpecwireError.field(missing, "unset", "a checkpoint, where the other is given")
+        flag = "--draft" if target else "--target"
+        raise missing(flag, "a checkpoint, where the other is given")
     if not target:
         return None
     return (

@@ -133,19 +133,29 @@ def acceptances(text: str) -> list[float]:
     return chances
 
 
+def missing(flag: str, accepted: str) -> SpecwireError:
+    """For an option that is needed beside what was given."""
+    found = {"field": flag, "value": "", "accepted": accepted}
+    return SpecwireError(Reason.FIELD_INVALID, f"{flag} is missing; accepted: {accepted}", found)
+
+
 def taus_of(k: int | None, given_tau: float | None, acceptance: str, most: int) -> dict[int, float]:
     """Tokens a round by the K that may be chosen: the one given, or 1 to `most`."""
-    if (given_tau is None) == (not acceptance):
-        raise SpecwireError.field(
-            "--tau", "unset" if given_tau is None else given_tau, "it, or --acceptance, not both"
-        )
+    if given_tau is None and not acceptance:
+        accepted = "tokens of a round, beside --k K; or --acceptance, as 0.66,0.58,0.52, instead"
+        raise missing("--tau", accepted)
+    if given_tau is not None and acceptance:
+        accepted = "no --tau beside --acceptance: one of the two"
+        raise SpecwireError.field("--tau", given_tau, accepted)
     if k is not None and not 1 <= k <= most:
         raise SpecwireError.field("--k", k, f"1 to {most}")
     if given_tau is None:
         chances = acceptances(acceptance)
         return {n: tau(chances, n) for n in ([k] if k else range(1, most + 1))}
-    if k is None or not 1.0 <= given_tau <= k + 1:
-        raise SpecwireError.field("--tau", given_tau, "1 to K + 1, beside --k K")
+    if k is None:
+        raise missing("--k", f"draft tokens of a round, 1 to {most}, beside --tau")
+    if not 1.0 <= given_tau <= k + 1:
+        raise SpecwireError.field("--tau", given_tau, f"1 to {k + 1}: tokens of a round, --k {k}")
     return {k: given_tau}
 
 
@@ -166,7 +176,7 @@ def work(
     verify, draft = times("--verify-ms", verify_ms, k), times("--draft-ms", draft_ms, k)
     for flag, costs in (("--verify-ms", verify), ("--draft-ms", draft)):
         if costs and len(taus) > 1:
-            raise SpecwireError.field("--k", "unset", f"a number, where {flag} is of one K")
+            raise missing("--k", f"draft tokens of a round, which {flag} is the time for")
     plain = times("--plain-ms", plain_ms, 0)
     if verify:
         verify += plain or [Cost(0, c.sessions, c.context, c.seconds) for c in verify]
@@ -176,7 +186,7 @@ def work(
     verify, draft = verify or workers.verify, draft or workers.draft
     for flag, costs in (("--verify-ms", verify), ("--draft-ms", draft)):
         if not costs:
-            raise SpecwireError.field(flag, "unset", "a time in ms, or --from with workers")
+            raise missing(flag, "a time in ms; or --from ADDRESS of workers, which tell theirs")
     alone = StepTimes(draft, context_tokens)
     return Work(
         verify=StepTimes(verify, context_tokens),

@@ -4,12 +4,13 @@ or the cells of one of closed-loop load, which has several numbers of sessions."
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from coordinator.bench_modes import EXACTNESS
 from coordinator.drafters import COLOCATED, PLAIN
@@ -71,43 +72,91 @@ def read_report(path: Path) -> Measurements:
     """Raises FIELD_INVALID for what is no report."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise SpecwireError.field("--from-bench", str(path), _ACCEPTED) from None
+    except OSError as error:
+        raise _refused(path, f"a file that can be read ({error.strerror})") from None
+    except ValueError as error:
+        raise _refused(path, f"JSON ({error})") from None
     try:
         if isinstance(report, list):
             return Measurements(tuple(_cells(report)), loaded=True)
-        environment = report["environment"]
-        methods, usual = environment["methods"], str(environment["exactness"])
-        modes = [
-            _mode(label, str(methods[label]), usual, entry)
-            for label, entry in report["modes"].items()
-            if entry["rounds"] and entry["decode_tokens_per_s"]
-        ]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise SpecwireError.field("--from-bench", f"without {error}", _ACCEPTED) from None
-    return Measurements(tuple(modes), loaded=False)
+        return Measurements(tuple(_modes(_Bench.model_validate(report))), loaded=False)
+    except ValidationError as error:
+        raise _refused(path, _wanted(error)) from None
+    except LookupError as error:
+        raise _refused(path, str(error.args[0])) from None
 
 
-def _mode(label: str, method: str, usual: str, entry: Mapping[str, Any]) -> Measured:
+def _refused(path: Path, accepted: str) -> SpecwireError:
+    return SpecwireError.field("--from-bench", str(path), f"{accepted}; {_ACCEPTED}")
+
+
+def _wanted(error: ValidationError) -> str:
+    """What should be where, and what is there."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"])) or "all of it"
+    if first["type"] == "missing":
+        return f"a value for {where}"
+    kind = re.sub(r"^Input should be |, unable to parse .*$", "", first["msg"])
+    return f"{kind} for {where} (now {first.get('input')!r:.60})"
+
+
+class _Mode(BaseModel):
+    """One of a report of a bench run, as far as it is read here."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    rounds: int = Field(ge=0)
+    decoded_tokens: int = Field(ge=0)
+    draft_tokens: int = Field(ge=0)
+    decode_tokens_per_s: float | None = Field(ge=0)
+    outside_ms_p50: float | None = Field(ge=0)
+    phase_ms: dict[str, float]
+
+
+class _Environment(BaseModel):
+    methods: dict[str, str]
+    exactness: str
+
+
+class _Bench(BaseModel):
+    environment: _Environment
+    modes: dict[str, _Mode]
+
+
+def _modes(report: _Bench) -> Iterator[Measured]:
+    environment = report.environment
+    for label, mode in report.modes.items():
+        if not (mode.rounds and mode.decode_tokens_per_s and mode.outside_ms_p50 is not None):
+            continue
+        if label not in environment.methods:
+            raise LookupError(f"environment.methods with the mode {label!r}")
+        yield _mode(label, environment.methods[label], environment.exactness, mode)
+
+
+def _mode(label: str, method: str, usual: str, mode: _Mode) -> Measured:
+    assert mode.decode_tokens_per_s and mode.outside_ms_p50 is not None
     # The median: verdicts that come early by what others came late are cut at zero, in a mean.
-    rounds, phases, outside = entry["rounds"], entry["phase_ms"], entry["outside_ms_p50"]
-    tau = entry["decoded_tokens"] / rounds
+    rounds, outside = mode.rounds, mode.outside_ms_p50
+    tau = mode.decoded_tokens / rounds
     # Of both together; the phases of a separate draft and of a target have waiting in them.
-    computed = 1e3 * tau / entry["decode_tokens_per_s"] - outside
-    inside = method.endswith(f"@{COLOCATED}")
-    verify = computed - phases["draft"] / rounds if inside else phases["verify"] / rounds
-    if method == PLAIN:
-        verify = computed
+    computed = 1e3 * tau / mode.decode_tokens_per_s - outside
+    phase = "draft" if method.endswith(f"@{COLOCATED}") else "verify"
+    verify = computed
+    if method != PLAIN:
+        if phase not in mode.phase_ms:
+            raise LookupError(f"modes.{label}.phase_ms with {phase!r}")
+        known = mode.phase_ms[phase] / rounds
+        verify = computed - known if phase == "draft" else known
     return Measured(
         label=label,
         method=method,
         exactness=_exactness(label, usual),
-        k=entry["draft_tokens"] / rounds,
+        k=mode.draft_tokens / rounds,
         tau=tau,
         verify_ms=verify,
         draft_ms=computed - verify,
         outside_ms=outside,
-        tokens_per_s=entry["decode_tokens_per_s"],
+        tokens_per_s=mode.decode_tokens_per_s,
     )
 
 
@@ -127,19 +176,12 @@ class _Cell(BaseModel):
     draft_ms: float | None = Field(None, ge=0)
 
 
-def _cells(report: Sequence[Mapping[str, Any]]) -> list[Measured]:
+def _cells(report: Sequence[Any]) -> list[Measured]:
     """Of modes that did what they are named after; a drafter that switched itself off did not."""
-    try:
-        cells = [_Cell.model_validate(cell) for cell in report]
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "a cell"
-        wrong = f"{where} {first.get('input')!r:.60}" if first["loc"] else repr(first["input"])[:60]
-        accepted = f"{first['msg'].lower()}; {_ACCEPTED}"
-        raise SpecwireError.field("--from-bench", wrong, accepted) from None
+    cells = TypeAdapter(list[_Cell]).validate_python(report)
     found = [cell for cell in cells if cell.tokens_per_s and cell.outside_ms is not None]
     if not found:
-        raise KeyError("cells that were measured")
+        raise LookupError("cells that were measured")
     return [_cell(cell) for cell in found]
 
 

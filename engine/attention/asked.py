@@ -163,7 +163,10 @@ def _check(asked: Asked) -> None:
             words = ", ".join(word for word in accepted if word)
             raise UsageError(f"--{name} is {value!r}; accepted: {words}")
     if not asked.model:
-        raise UsageError("--model is missing; accepted: a directory with a config.json")
+        raise UsageError(
+            "--model is missing; accepted: a checkpoint's directory, with a config.json; or no "
+            "model, with --matrix (kinds of models) or --list (limits of every backend)"
+        )
     if asked.role == "target" and (asked.targets or asked.colocated or asked.group):
         raise UsageError("--target, --colocated and --kv-group go with --role draft")
     about_target = (asked.target_attention_backend, asked.target_kv_dtype, asked.target_dcp)

@@ -244,7 +244,8 @@ def test_vllm_keys(models: Path) -> None:
     ("arguments", "text"),
     [
         (["--model", "{models}/none"], "no config.json in 'none'"),
-        ([], "--model is missing"),
+        ([], "--model is missing; accepted: a checkpoint's directory"),
+        ([], "or no model, with --matrix"),
         (["--device", "sm99", "--model", "{models}/qwen3"], "unknown device 'sm99'; accepted: cpu"),
         (["--role", "both", "--model", "{models}/qwen3"], "--role is 'both'; accepted: target"),
         (["--dcp", "0", "--model", "{models}/qwen3"], "--dcp is 0; accepted: 1 or more"),

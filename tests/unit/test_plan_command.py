@@ -182,6 +182,46 @@ def test_a_bench_run_is_predicted_from_its_other_half(plan: Any, tmp_path: Path)
         assert code == 2 and "--from-bench" in err and "specwire bench --json" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "a file that can be read (No such file or directory)"),
+        ("{", "JSON (Expecting property name"),
+        ("{}", "a value for environment"),
+        ({"rounds": "many"}, "a valid integer for modes.dflash.rounds (now 'many')"),
+        ({"phase_ms": {}}, "modes.dflash.phase_ms with 'verify'"),
+        ({"decode_tokens_per_s": -1}, "for modes.dflash.decode_tokens_per_s (now -1)"),
+        ({"outside_ms_p50": "x"}, "a valid number for modes.dflash.outside_ms_p50 (now 'x')"),
+    ],
+)
+def test_what_is_wrong_in_a_report_is_said(text: Any, said: str, plan: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    if isinstance(text, dict):
+        modes = {**REPORT["modes"], "dflash": {**REPORT["modes"]["dflash"], **text}}
+        text = json.dumps({**REPORT, "modes": modes})
+    if text is not None:
+        path.write_text(text)
+    code, _, err = plan("--from-bench", str(path))
+    assert code == 2 and f"--from-bench is '{path}'; accepted: " in err and said in err, err
+    assert "specwire bench --json" in err and len(err.splitlines()) == 1
+
+
+def test_nothing_given_says_what_is_needed(plan: Any) -> None:
+    code, _, err = plan()
+    assert code == 2 and len(err.splitlines()) == 1
+    needed = (
+        "--from ADDRESS",
+        "--verify-ms",
+        "--draft-ms",
+        "--acceptance",
+        "--from-bench",
+        "--help",
+    )
+    assert all(word in err for word in needed)
+    code, _, err = plan(*GIVEN)
+    assert code == 2 and "--tau is missing; accepted: " in err and "unset" not in err
+
+
 CELLS: list[dict[str, Any]] = [
     {"mode": "plain", "sessions": 1, "tokens_per_s": 90.0, "tau": 1.0, "k": 0.0,
      "outside_ms": 0.3, "verify_ms": 10.5, "draft_ms": 0.0},
@@ -320,7 +360,7 @@ def test_who_is_no_worker_and_who_is_not_there(plan: Any, tmp_path: Path) -> Non
         ((*GIVEN,), "--tau"),
         ((*GIVEN, "--tau", "2", "--acceptance", "0.5"), "--tau"),
         ((*GIVEN, "--tau", "7"), "--tau"),
-        ((*GIVEN[2:], "--tau", "2"), "--tau"),
+        ((*GIVEN[2:], "--tau", "2"), "--k"),
         ((*GIVEN[2:], "--acceptance", "0.5"), "--k"),
         ((*GIVEN, "--acceptance", "0.5,high"), "--acceptance"),
         ((*GIVEN, "--acceptance", "1.5"), "--acceptance"),
