@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.drafters import COLOCATED, PLAIN, SEPARATE
+from coordinator.local import colocatable
 from specwire.client import ServerInfo
 from specwire.errors import SpecwireError
 
@@ -50,6 +51,17 @@ def parse_modes(text: str, exactness: str) -> list[Mode]:
             raise SpecwireError.field("--modes", text, _FORMS + ", each once")
         modes.append(mode)
     return modes
+
+
+def not_there(mode: Mode, offered: str) -> SpecwireError:
+    """Of a mode that the deployment refuses, which has what is `offered`."""
+    accepted = f"what this deployment has: {offered}"
+    if mode.placement == COLOCATED and mode.method in colocatable():
+        accepted += (
+            ". Where none runs and no --address is given, bench starts one for each place by "
+            f"itself; or start `specwire up --colocate {mode.method}` and name it with --address"
+        )
+    return SpecwireError.field("--modes", mode.label, accepted)
 
 
 def wants_colocated(modes: Sequence[Mode]) -> bool:

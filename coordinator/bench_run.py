@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Unpack
 
-from coordinator.bench_modes import Mode, rotated
+from coordinator.bench_modes import Mode, not_there, rotated
 from coordinator.bench_prompts import Prompt
 from coordinator.bench_stats import PromptRun
 from coordinator.drafters import COLOCATED
 from specwire.client import AsyncStream, Delta, Finished, GenerateOptions
+from specwire.errors import Reason, SpecwireError
 
 WARM_UP = Prompt(-1, "warm-up", ({"role": "user", "content": "Count from one to ten."},))
 WARM_UP_TOKENS = 24
@@ -54,7 +55,12 @@ async def run_modes(
 ) -> dict[str, list[PromptRun]]:
     runs: dict[str, list[PromptRun]] = {mode.label: [] for mode in modes}
     for mode in modes:
-        await measure(clients.of(mode), WARM_UP, mode, options, WARM_UP_TOKENS)
+        try:
+            await measure(clients.of(mode), WARM_UP, mode, options, WARM_UP_TOKENS)
+        except SpecwireError as error:
+            if error.reason is Reason.METHOD_UNKNOWN:
+                raise not_there(mode, error.metadata.get("accepted", "")) from error
+            raise
     for turn, prompt in enumerate(prompts):
         for mode in rotated(modes, turn):
             run = await measure(clients.of(mode), prompt, mode, options, options.max_tokens)

@@ -339,6 +339,31 @@ async def test_modes_alternate_prompt_by_prompt_after_a_warm_up() -> None:
     assert runs["plain"][0].token_ids == (1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("mode", "advised"), [("dflash@colocated", True), ("ngram@colocated", False), ("eagle", False)]
+)
+async def test_a_mode_that_the_deployment_lacks_is_named_with_what_to_do(
+    mode: str, advised: bool
+) -> None:
+    class Lacking(FakeClient):
+        def stream(self, **options: Any) -> Any:
+            if options["method"] == "plain":
+                return super().stream(**options)
+            raise SpecwireError.field(
+                "speculation.method", options["method"], "plain, dflash", Reason.METHOD_UNKNOWN
+            )
+
+    modes = parse_modes(f"plain,{mode}", "exact")
+    with pytest.raises(SpecwireError) as caught:
+        await run_modes(Clients(Lacking()), [], modes, BenchOptions(), lambda line: None)
+    text = caught.value.message
+    assert text.startswith(
+        f"--modes is '{mode}'; accepted: what this deployment has: plain, dflash"
+    )
+    assert "speculation.method" not in text
+    assert ("`specwire up --colocate dflash`" in text and "--address" in text) == advised
+
+
 async def test_margins_are_fetched_only_for_what_differs() -> None:
     client = FakeClient()
     prompts = [Prompt(0, "chat", ({"role": "user", "content": "a"},))]
