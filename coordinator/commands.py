@@ -5,8 +5,9 @@ from __future__ import annotations
 import typer
 
 from coordinator.bench import bench
+from coordinator.chat import chat
 from coordinator.info_view import info
-from coordinator.talk import chat, generate
+from coordinator.talk import generate
 from coordinator.topology_command import plan
 from coordinator.up import UpCommand, up
 

@@ -1,4 +1,4 @@
-"""`specwire generate` and `specwire chat`: text in, text out, and what speculation did for it."""
+"""`specwire generate`: text in, text out, and what speculation did for it."""
 
 from __future__ import annotations
 
@@ -117,90 +117,6 @@ def print_choices(generation: Generation) -> None:
         print(f"--- {answer.choice}")
         print(answer.text)
         opt.say(statistics_line(answer))
-
-
-def chat(
-    system: Annotated[
-        str, typer.Option(help="System prompt. Unset: the default of the model's template.")
-    ] = "",
-    max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
-    min_p: opt.MinP = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    presence_penalty: opt.PresencePenalty = None,
-    frequency_penalty: opt.FrequencyPenalty = None,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
-    method: opt.Method = "",
-    num_speculative_tokens: opt.DraftTokens = None,
-    mark: Annotated[
-        str,
-        typer.Option(help="Accepted draft tokens: `colour`, `brackets`, `none`, or `auto`."),
-    ] = "auto",
-    address: opt.Address = "",
-) -> None:
-    """Talk with the model. Text that the drafter guessed right is shown in green.
-
-    /reset forgets the conversation, /exit (or Ctrl-D) ends it; Ctrl-C ends an answer.
-
-    Examples:
-
-    \b
-      specwire chat
-      specwire chat --temperature 0 --method ngram --mark brackets
-      specwire chat --address 127.0.0.1:7070 --system "Answer in one sentence."
-    """
-    show = shower(mark)
-    start = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
-    request: GenerateOptions = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
-        "stop": stop or (),
-        "method": method,
-        "num_speculative_tokens": num_speculative_tokens,
-    }
-    with opt.coordinator_address(address) as found, Client(found) as client:
-        client.info()  # a bad address is an error now, not after the first question
-        while (line := _read_line()) != "/exit":
-            if line == "/reset":
-                messages = list(start)
-            elif line:
-                messages.append({"role": "user", "content": line})
-                request["messages"] = messages
-                messages.append({"role": "assistant", "content": _answer(client, request, show)})
-
-
-def _read_line() -> str:
-    try:
-        return input("you> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return "/exit"
-
-
-def _answer(client: Client, request: GenerateOptions, show: Show) -> str:
-    parts: list[str] = []
-
-    def shown(delta: Delta) -> str:
-        parts.append(delta.text)
-        return show(delta)
-
-    try:
-        with client.stream(**request) as stream:
-            _, finished = stream_text(stream, shown)
-        opt.say(statistics_line(finished))
-    except KeyboardInterrupt:
-        print(PLAIN if opt.colour_wanted() else "")
-    return "".join(parts)
 
 
 def stream_text(events: Iterable[Event], show: Show) -> tuple[str, Finished]:

@@ -65,8 +65,8 @@ def is_address(address: str) -> bool:
             path = address.removeprefix(scheme).removeprefix("//").encode(errors="replace")
             return 0 < len(path) <= SOCKET_PATH_BYTES
     host, _, port = address.rpartition(":")
-    scheme, named, path = host.partition("://")
-    if scheme not in _SCHEMES if named else "/" in host:  # an URL, or a path without `unix:`
+    prefix, named, _ = host.partition("://")
+    if prefix not in _SCHEMES if named else "/" in host:  # an URL, or a path without `unix:`
         return False
     known = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
     return known and bool(host) and not any(c.isspace() for c in host)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import local, talk, up
+from coordinator import chat, local, talk, up
 from coordinator.cli import main
 from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
 from coordinator.talk import shower
@@ -114,7 +114,8 @@ def _sent(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> generate_pb2.Gene
 
         stream = generate
 
-    monkeypatch.setattr(talk, "Client", Recorder)
+    for room in (talk, chat):
+        monkeypatch.setattr(room, "Client", Recorder)
     monkeypatch.setattr(sys, "argv", ["specwire", *arguments, "--address", "unix:/none"])
     with pytest.raises(_Sent) as caught:
         main()
@@ -149,6 +150,46 @@ def test_chat_takes_the_options_of_sampling(monkeypatch: pytest.MonkeyPatch) -> 
     s = request.sampling
     assert (s.top_k, s.min_p, s.repetition_penalty, s.presence_penalty) == (5, 0.25, 1.5, 0.5)
     assert list(request.stop) == ["x"] and request.chat.messages[0].content == "hello"
+
+
+class _Talker:
+    """Stands for a client: answers with the number of the turn, `n` times."""
+
+    def __init__(self, address: str) -> None: ...
+    def __enter__(self) -> _Talker:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def info(self) -> None: ...
+
+    def generate(self, **options: Any) -> Any:
+        messages, sampling = options["messages"], Sampling(0.7, 0, 1.0, 3, 0)
+        events: list[Any] = []
+        for choice in range(options["n"] or 1):
+            text = f"turn {len(messages) // 2} choice {choice}; heard: {messages[-1]['content']}"
+            end = FinishReason.LENGTH, "", None, Usage(1, 2), Acceptance(), sampling, "", ""
+            events += [Delta(text, (), 0, 0, (), choice=choice), Finished(*end, choice)]
+        return collect(events)
+
+
+def test_chat_shows_several_answers_and_goes_on_with_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = ["one", "/etc/hosts says?", "/etc/hosts"]
+    lines = iter([turns[0], "/help", *turns[1:], "/rest", "/reset", "x", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    monkeypatch.setattr(chat, "Client", _Talker)
+    code = call(monkeypatch, "chat", "-n", "2", "--address", "unix:/none")
+    out, err = capsys.readouterr()
+    assert code == 0
+    said = [line for line in out.splitlines() if "heard" in line]
+    assert said == [
+        f"turn {turn} choice {choice}; heard: {line}"
+        for turn, line in enumerate(turns)
+        for choice in (0, 1)
+    ] + [f"turn 0 choice {choice}; heard: x" for choice in (0, 1)]
+    assert "/reset  forget the conversation" in err
+    assert "there is no /rest; /help lists the commands" in err
 
 
 def test_several_answers_are_printed_one_after_another(

@@ -1,0 +1,119 @@
+"""`specwire chat`: a conversation, with what the drafter guessed right set apart."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Annotated
+
+import typer
+
+from coordinator import options as opt
+from coordinator.talk import PLAIN, Show, print_choices, shower, statistics_line, stream_text
+from specwire.client import Client, Delta, GenerateOptions
+
+# A line that is one word after a slash; `/etc/hosts` is text.
+_COMMAND = re.compile(r"/\w+")
+_ENDS = ("/exit", "/quit")
+_HELP = """/help   this list
+/reset  forget the conversation
+/exit   end, as /quit and Ctrl-D
+Ctrl-C ends an answer; every other line goes to the model"""
+
+
+def chat(
+    system: Annotated[
+        str, typer.Option(help="System prompt. Unset: the default of the model's template.")
+    ] = "",
+    max_tokens: opt.MaxTokens = 512,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    presence_penalty: opt.PresencePenalty = None,
+    frequency_penalty: opt.FrequencyPenalty = None,
+    seed: opt.Seed = None,
+    n: opt.Choices = None,
+    stop: opt.Stop = None,
+    method: opt.Method = "",
+    num_speculative_tokens: opt.DraftTokens = None,
+    mark: Annotated[
+        str,
+        typer.Option(help="Accepted draft tokens: `colour`, `brackets`, `none`, or `auto`."),
+    ] = "auto",
+    address: opt.Address = "",
+) -> None:
+    """Talk with the model. Text that the drafter guessed right is shown in green.
+
+    /reset forgets the conversation, /exit (or Ctrl-D) ends it, /help lists what else there is;
+    Ctrl-C ends an answer. With -n the conversation goes on with the first answer.
+
+    Examples:
+
+    \b
+      specwire chat
+      specwire chat --temperature 0 --method ngram --mark brackets
+      specwire chat --address 127.0.0.1:7070 --system "Answer in one sentence."
+    """
+    show = shower(mark)
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    request: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "n": n,
+        "stop": stop or (),
+        "method": method,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    with opt.coordinator_address(address) as found, Client(found) as client:
+        client.info()  # a bad address is an error now, not after the first question
+        if sys.stdin.isatty():
+            opt.say("/help lists the commands")
+        while (line := _read_line()) not in _ENDS:
+            if line == "/reset":
+                messages = list(start)
+            elif line == "/help":
+                opt.say(_HELP)
+            elif _COMMAND.fullmatch(line):
+                opt.say(f"there is no {line}; /help lists the commands")
+            elif line:
+                messages.append({"role": "user", "content": line})
+                request["messages"] = messages
+                messages.append({"role": "assistant", "content": _answer(client, request, show)})
+
+
+def _read_line() -> str:
+    try:
+        return input("you> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return "/exit"
+
+
+def _answer(client: Client, request: GenerateOptions, show: Show) -> str:
+    """The answer, or the first of several; as far as it came where Ctrl-C ended it."""
+    parts: list[str] = []
+
+    def shown(delta: Delta) -> str:
+        parts.append(delta.text)
+        return show(delta)
+
+    try:
+        if (request.get("n") or 1) > 1:
+            several = client.generate(**request)
+            print_choices(several)
+            return several.choices[0].text
+        with client.stream(**request) as stream:
+            _, finished = stream_text(stream, shown)
+        opt.say(statistics_line(finished))
+    except KeyboardInterrupt:
+        print(PLAIN if opt.colour_wanted() else "")
+    return "".join(parts)
