@@ -194,20 +194,6 @@ class Attachment(Following):
             return
         self._rows_again(step_id, ids, self.have_rows)
 
-    def mend(self, have_len: int, step_id: int, ids: list[int]) -> None:
-        """A drafter that misses tokens of `ids` is told of them, and given their rows."""
-        assert self.choice is not None
-        self.told = have_len
-        if self.choice.drafter.needs_rows:
-            self._rows_again(step_id, ids, have_len - 1)
-
-    def _rows_again(self, step_id: int, ids: list[int], begin: int) -> None:
-        """The rows from `begin` on; the step that ended last confirms them."""
-        export = target_pb2.ExportRows(key=self.key)
-        setattr(export, "from", begin)  # a keyword of Python
-        self.target.link.send(target_pb2.TargetItem(export_rows=export))
-        self.advance(step_id, ids, 0, 0, begin, len(ids) - 1 - begin)
-
     def give_up(self) -> None:
         self.given_up = True
         self.close()

