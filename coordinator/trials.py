@@ -92,6 +92,11 @@ class Load:
         return self.drafts or not (self.leaves and (self.plain or self.apart))
 
     @property
+    def tried(self) -> bool:
+        """Whether the other way was tried to an end."""
+        return self.pause > _FIRST
+
+    @property
     def window_s(self) -> float:
         return _SHORT_S if self.pause == _FIRST and not self.trial else WINDOW_S
 

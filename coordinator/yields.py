@@ -56,7 +56,9 @@ class Yields:
             return True
         load = self._load
         if load is None or abs(sessions - self._level) > slack(self._level):
-            load = self._nearest(sessions.bit_length())
+            # Loads that are only passed, while many sessions come at once, know nothing.
+            bucket = sessions.bit_length()
+            load = self._nearest(bucket, tried=True) or self._nearest(bucket)
         return load is None or load.follows
 
     def recalls(self, sessions: int, now: float) -> bool:
@@ -151,8 +153,10 @@ class Yields:
         found.enter(sessions, now)
         self._load, self._level = found, sessions
 
-    def _nearest(self, bucket: int) -> Load | None:
-        near = min(self._loads, key=lambda at: abs(at - bucket), default=None)
+    def _nearest(self, bucket: int, tried: bool = False) -> Load | None:
+        """The known load that is nearest; `tried`: of those where the other way was tried."""
+        known = [at for at, load in self._loads.items() if load.tried or not tried]
+        near = min(known, key=lambda at: abs(at - bucket), default=None)
         return None if near is None else self._loads[near]
 
     def _leave(self, now: float) -> None:

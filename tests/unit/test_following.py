@@ -195,6 +195,22 @@ def test_sessions_that_begin_and_end_together(eager: bool) -> None:
     assert made.run(20) > 0.93
 
 
+def test_sessions_that_come_at_once_open_as_their_like_did() -> None:
+    """On the way to the load that is known there are others, at which nothing was ever tried."""
+    made = losing(0.6)
+    for number in range(2, 65):
+        for _ in range(3):
+            made.now += 0.002
+            made.yields.note(made.now, 1, number, True)
+    made.load(64)
+    made.run(2)
+    assert not (made.yields.trying or made.followed[-1])
+    made.yields.note(made.now + 0.01, 1, 1, None)
+    made.load(0)
+    made.load(64)
+    assert sum(member.follows for member in made.members) <= 3
+
+
 def test_few_are_always_followed() -> None:
     made = losing(0.6)
     made.load(3)
