@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from coordinator.draft_session import DraftSession, end
+from coordinator.draft_session import end
 from coordinator.draft_worker import DraftWorker
 from coordinator.drafters import COLOCATED, SEPARATE, Wanted
+from coordinator.following import Following
 from coordinator.placement import Group
 from coordinator.record import Record
 from coordinator.target_worker import TargetWorker
@@ -24,7 +25,7 @@ _REOPEN_TOKENS, _REOPEN_SHARE = 32, 8
 _REOPENS = 2
 
 
-class Attachment(DraftSession):
+class Attachment(Following):
     def __init__(
         self,
         group: Group,
@@ -34,16 +35,15 @@ class Attachment(DraftSession):
         k: int,
         deadline: float | None,
         record: Record,
+        adaptive: bool = False,
     ) -> None:
-        super().__init__(group, target, sampling, k, deadline, record)
+        super().__init__(group, target, sampling, k, deadline, record, adaptive)
         self.given_up = wanted is None
         # Whether the drafter is in the target's process: it needs no opening, and sees the session.
         self.colocated = False
         # Slack for the first proposal, which takes in the whole context.
         self.grace_s = 0.0
         self._wanted = wanted or Wanted("")
-        # The draft that the target sends this generation's rows to.
-        self._rows_at: object = None
         self._try_at = 0.0
         self._reopens = 0
 
@@ -73,6 +73,7 @@ class Attachment(DraftSession):
         attached or not."""
         self.detach()
         before, self.key, self.target, self._rows_at = self.key, key, target, None
+        self.away = None
         if self.given_up:
             return
         self._choose(ids, before)
@@ -81,6 +82,10 @@ class Attachment(DraftSession):
             return
         if self.choice.placement == COLOCATED:
             self.colocated, self._record.placement = True, COLOCATED
+            return
+        followed = self.choice
+        if self._stay_away():
+            end(followed, before)
             return
         wait_ms = self._settings.draft_open_ms
         if self.choice.standing.breaker.open:
@@ -149,23 +154,28 @@ class Attachment(DraftSession):
         if now < self._try_at:
             return False
         self._try_at = now + _ATTACH_PAUSE_S
+        recalled = self._recalled()
+        if self.away is not None and not recalled:
+            return False
+        self.away = None
         self._choose(ids, self.key)
         choice = self.choice
         if choice is None or not choice.worker.link.ready or choice.standing.breaker.open:
             return False
         reads = choice.drafter.needs_rows and self._rows_at is not choice.worker
         if choice.placement == COLOCATED or reads:
-            return self._worth_reopening(len(ids), left)
+            return self._worth_reopening(len(ids), left, recalled)
         self._send_open(ids)
         return False
 
-    def _worth_reopening(self, context: int, left: int) -> bool:
+    def _worth_reopening(self, context: int, left: int, recalled: bool) -> bool:
+        """`recalled`: nothing was lost, so that it counts as no loss."""
         worth = left >= _REOPEN_TOKENS and left * _REOPEN_SHARE >= context
-        if not worth or self._reopens >= _REOPENS:
+        if not worth or (self._reopens >= _REOPENS and not recalled):
             self._record.fell_back("rows_unavailable")
             self.give_up()
             return False
-        self._reopens += 1
+        self._reopens += not recalled
         self._record.fell_back("rows_elsewhere")
         return True
 
@@ -183,20 +193,6 @@ class Attachment(DraftSession):
         if not self.choice.drafter.needs_rows:
             return
         self._rows_again(step_id, ids, self.have_rows)
-
-    def mend(self, have_len: int, step_id: int, ids: list[int]) -> None:
-        """A drafter that misses tokens of `ids` is told of them, and given their rows."""
-        assert self.choice is not None
-        self.told = have_len
-        if self.choice.drafter.needs_rows:
-            self._rows_again(step_id, ids, have_len - 1)
-
-    def _rows_again(self, step_id: int, ids: list[int], begin: int) -> None:
-        """The rows from `begin` on; the step that ended last confirms them."""
-        export = target_pb2.ExportRows(key=self.key)
-        setattr(export, "from", begin)  # a keyword of Python
-        self.target.link.send(target_pb2.TargetItem(export_rows=export))
-        self.advance(step_id, ids, 0, 0, begin, len(ids) - 1 - begin)
 
     def give_up(self) -> None:
         self.given_up = True

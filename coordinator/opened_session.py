@@ -58,6 +58,7 @@ class OpenedSession:
             k=spec.k,
             deadline=spec.deadline,
             record=self.record,
+            adaptive=spec.adaptive_k,
         )
         self._plan = Plan(self._drafter, group.settings, self.record, spec.k, spec.adaptive_k)
         self._drafting = self._drafting_here()

@@ -35,19 +35,23 @@ class Plan:
         self._why_ahead = ""
         # Whom the session asked whether it may draft in the round that is on, and the answer.
         self._asked: Yields | None = None
-        self._drafts = True
+        self._drafts = self._follows = True
 
     def begin(self) -> None:
         """The session is opened: a verdict that was awaited never comes."""
         self._why_plain, self._plain_steps, self._why_ahead = "", 0, ""
-        self._asked = None
+        self._asked, self._follows = None, True
+        if self._at.away is not None:
+            self._why_ahead = self._without(self._at.away)
         if self._policy is not None:
             self._policy.forget()
 
     def tokens(self, step: int, length: int, most: int) -> int:
         """Draft tokens for the step after `step`, at most `most`; counts why there are none."""
         self._why_plain, self._plain_steps, self._asked = "", 0, None
-        choice = self._at.choice
+        if self._at.away is not None:
+            return self._plain(self._without(self._at.away), self._settings.free_run)
+        choice, self._follows = self._at.choice, True
         if choice is None or not self._at.attached:
             return 0
         limit = min(most, self._k, choice.drafter.max_draft_tokens)
@@ -103,12 +107,22 @@ class Plan:
 
     def _forbidden(self, choice: Choice) -> str:
         """Why the session must not draft, for the sake of all at its target; empty: it may."""
-        target = self._at.target
-        self._asked = asked = target.yields(choice.drafter.method, choice.placement)
-        self._drafts = asked.allows(target.busy)
+        busy = self._at.target.busy
+        self._asked = asked = self._at.yields_with(choice)
+        self._drafts = asked.allows(busy)
         if self._drafts:
             return ""
+        if not asked.follows(busy):
+            self._at.leave()
+            self._follows = False
         return "plain_measured" if asked.trying else "does_not_pay"
+
+    def _without(self, choice: Choice) -> str:
+        """Why a session goes on that this drafter does not follow, for the same reason."""
+        self._asked = asked = self._at.yields_with(choice)
+        self._drafts = self._follows = False
+        tried = asked.trying and not asked.allows(self._at.target.busy)
+        return "plain_measured" if tried else "does_not_pay"
 
     def _plain(self, why: str, steps: int) -> int:
         self._why_plain, self._plain_steps = why, steps
@@ -118,7 +132,7 @@ class Plan:
     def free_run(self) -> int:
         """Steps that the target may run ahead after the next one."""
         window, self._why_ahead = self._settings.free_run, self._why_plain
-        if self._at.attached:
+        if self._at.attached or self._at.away is not None:
             return min(window, self._plain_steps)
         return window if self._at.given_up else min(window, _SHORT_RUN)
 
@@ -135,7 +149,7 @@ class Plan:
 
     def came(self, tokens: int, arrived_s: float) -> None:
         """A verdict brought so many tokens; times are those of `time.perf_counter`."""
-        self._at.target.note_tokens(arrived_s, tokens, self._asked, self._drafts)
+        self._at.target.note_tokens(arrived_s, tokens, self._asked, self._drafts, self._follows)
         if self._policy is not None:
             self._policy.passed()
 

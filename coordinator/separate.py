@@ -56,7 +56,10 @@ class Separate(Drafting):
 
     @property
     def in_hand(self) -> list[int] | None:
-        return self._run.in_hand
+        """None too while no drafter is there, so that somebody looks for one before the step."""
+        found = self._run.in_hand
+        nothing_asked = self._asked is None and self._at.attached
+        return [] if found is None and nothing_asked else found
 
     @property
     def wait_us(self) -> int:

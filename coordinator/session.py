@@ -103,7 +103,6 @@ class Session(OpenedSession):
     async def _next(self) -> None:
         """Sends the next step; without a drafter, tries to get one again first."""
         draft = await self._drafting.proposal()
-        self.shareable.set()
         left, step = self.spec.answer.max_tokens - self.emitted, self._steps.step
         if not self._drafter.attached and self._drafter.reattach(step, self._ids, left):
             self._steps.close()
@@ -115,6 +114,7 @@ class Session(OpenedSession):
         """The next step. Where nothing is drafted the target may run ahead; each of its steps
         brings a token at least, and the last one the proposal of a drafter beside it. With such a
         drafter's tokens it may run ahead too."""
+        self.shareable.set()
         free_run = 0 if draft else self._plan.free_run()
         step = self._steps.step + 1 + free_run
         shortest = len(self._ids) + 1 + free_run

@@ -7,7 +7,7 @@ import logging
 import grpc
 
 from coordinator.costs import from_wire
-from coordinator.drafters import COLOCATED, Drafters
+from coordinator.drafters import COLOCATED, SEPARATE, Drafters
 from coordinator.handshake import check_target
 from coordinator.round_costs import RoundCosts
 from coordinator.settings import CoordinatorSettings
@@ -147,13 +147,15 @@ class TargetWorker(Worker[target_pb2.TargetItem]):
         """Of all its sessions, with this drafter and without."""
         found = self._yields.get((method, placement))
         if found is None:
-            found = self._yields[method, placement] = Yields()
+            found = self._yields[method, placement] = Yields(placement == SEPARATE)
         return found
 
-    def note_tokens(self, now: float, tokens: int, asked: Yields | None, drafts: bool) -> None:
+    def note_tokens(
+        self, now: float, tokens: int, asked: Yields | None, drafts: bool, follows: bool
+    ) -> None:
         """A verdict at `now` (seconds of `time.perf_counter`) brought `tokens` to a session, which
-        was allowed or forbidden to draft where it `asked`."""
+        was allowed or forbidden to draft where it `asked`, and followed by its drafter or not."""
         if self._yields:
             busy = self.busy
             for each in self._yields.values():
-                each.note(now, tokens, busy, drafts if each is asked else None)
+                each.note(now, tokens, busy, drafts if each is asked else None, follows)

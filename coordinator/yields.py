@@ -4,121 +4,24 @@ Each session that drafts slows down the others, through the device, the draft an
 a plain step in their company is as slow as theirs, so each finds that drafting pays, even where all
 of them would be faster plain. So what all yield together is measured in windows of time: drafting
 as their policies like, and now and then all plain; where plain is better, the other way round.
-Pure: times are given.
+Trials, and what it costs that drafters follow sessions: `trials.py`. Pure: times are given.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from math import sqrt
-from statistics import median
+from coordinator.trials import BACK_S, FEW, STALE_S, Load, slack
 
 # One session alone is in nobody's way: its policy compares the right times.
 _FEWEST = 2
-# A window lasts so long at least, and so many rounds a session; before the first one after a change
-# what was under way ends, which is as many rounds, and at least so long.
-_WINDOW_S, _SETTLE_S, _ROUNDS = 0.25, 0.03, 2
-# Until the other way was tried once at a load windows are short: sessions may be over in a second.
-_SHORT_S = 0.06
-# The other way must yield so much more, in so many windows in a row: one alone may be a hiccup.
-_MARGIN, _WINS = 1.03, 2
-# A window of a trial that is won need not last longer once that is clear: of `n` verdicts, each of
-# which brings tokens with about such a deviation, it is won by more than so many deviations. One
-# that seems lost may be a hiccup.
-_SOONEST_S, _SPREAD, _CLEAR = 0.03, 0.7, 2.5
-# Trials whose sessions went before anything was known, until the next one is waited for; and after
-# how long what was measured before the sessions went is compared with nothing.
-_TRIES, _STALE_S = 4, 2.0
-# It is compared with the median of the latest windows, once there are some.
-_RECENT, _SOME = 5, 3
-# Windows until the other way is tried first, then after each change, and how they grow with each
-# trial that changes nothing; the longest time between trials, but for slow ones, of which
-# the share of the time in trials is kept.
-_FIRST, _PAUSE, _GROWTH, _LONGEST_S, _SHARE = 4, 8, 4, 60.0, 0.02
-# Sessions of a window may be fewer or more by one in so many; below so few sessions by none.
-_ALIKE, _FEW = 8, 4
+# Before the first window after a change what was under way ends, so many rounds and at least so
+# long; a window is as many rounds at least.
+_SETTLE_S, _ROUNDS = 0.03, 2
+# Draft tokens are in use where a verdict brings so many tokens in the mean.
+_IDLE = 1.03
+# Most sessions are followed: so many of four.
+_MOST = 3
 # How far their mean may be from the number that they are taken for.
 _OFF = 0.75
-
-
-@dataclass(slots=True)
-class _Load:
-    """What is known at one load, its sessions' bit length: whether plain is better, what the latest
-    windows of so many `sessions` yielded (tokens a second), and the trial of the other way."""
-
-    plain: bool = False
-    sessions: int = 0
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    # Windows since the last trial, and from how many on there is another.
-    waited: int = 0
-    pause: float = _FIRST
-    trial: bool = False
-    trial_at: float = 0.0
-    wins: int = 0
-    tries: int = 0
-    left: float = 0.0
-
-    @property
-    def window_s(self) -> float:
-        return _SHORT_S if self.pause == _FIRST and not self.trial else _WINDOW_S
-
-    def clear(self, rate: float, seconds: float, verdicts: int) -> bool:
-        """Whether a trial's window that is not over yet is won."""
-        if not self.trial or seconds < _SOONEST_S:
-            return False
-        noise = 1 + _CLEAR * _SPREAD / sqrt(verdicts)
-        return rate > _MARGIN * noise * median(self.recent)
-
-    def window(self, rate: float, now: float, seconds: float) -> bool:
-        """A window yielded `rate`. True: from now on it goes the other way."""
-        if not self.trial:
-            self.recent.append(rate)
-            self.waited += 1
-            if self.waited < self.pause or len(self.recent) < _SOME:
-                return False
-            self.trial, self.trial_at = True, now
-            return True
-        if rate > _MARGIN * median(self.recent):
-            self.wins += 1
-            if self.wins < _WINS:
-                return False
-            self.plain, self.trial, self.waited, self.pause = not self.plain, False, 0, _PAUSE
-            self.recent.clear()
-            self.wins = 0
-            return False
-        longest = max(_LONGEST_S, (now - self.trial_at) / _SHARE) / max(seconds, _WINDOW_S)
-        self.pause = max(_PAUSE, min(_GROWTH * self.pause, longest))
-        self.trial, self.waited, self.wins = False, 0, 0
-        return True
-
-    def enter(self, sessions: int, now: float) -> None:
-        """So many sessions now. What others yielded here, or long ago, is compared with nothing
-        that they do."""
-        if abs(sessions - self.sessions) > _slack(self.sessions) or now - self.left > _STALE_S:
-            self.recent.clear()
-            self.wins = 0
-        self.sessions = sessions
-
-    def leave(self, now: float) -> None:
-        """The load changed. A trial that was on is begun again when it is like now once more: the
-        first ones at once, or short turns would never see one."""
-        if self.trial:
-            self.trial, self.tries = False, self.tries + 1
-            if self.pause > _FIRST or self.tries > _TRIES:
-                self.waited, self.pause = 0, max(_PAUSE, self.pause)
-        self.left = now
-
-    def disturbed(self) -> None:
-        """What was measured is compared with nothing that comes."""
-        self.recent.clear()
-        if self.trial:
-            self.trial, self.waited, self.pause = False, 0, max(_PAUSE, self.pause)
-
-
-def _slack(sessions: int) -> int:
-    """How many sessions fewer or more are as many."""
-    return max(sessions // _ALIKE, int(sessions >= _FEW))
 
 
 class Yields:
@@ -127,16 +30,41 @@ class Yields:
     Sessions with a K of their own, plain ones too, are counted and never asked.
     """
 
-    def __init__(self) -> None:
-        self._loads: dict[int, _Load] = {}
-        self._load: _Load | None = None
+    def __init__(self, leaves: bool = False) -> None:
+        """`leaves`: it costs something that the drafter follows a session, which may do without."""
+        self._leaves = leaves
+        self._loads: dict[int, Load] = {}
+        self._load: Load | None = None
+        # Of the load for whose trial sessions are to be followed again, whatever the load is now.
+        self._gathers: Load | None = None
+        # Since when all sessions are to be followed.
+        self._since: float | None = None
         # Sessions that this window is about, its beginning, and what came since.
         self._level, self._start, self._settled = 0, 0.0, False
-        self._tokens, self._rounds, self._governed, self._sessions = 0, 0, 0, 0
+        self._tokens, self._rounds, self._sessions = 0, 0, 0
+        # Verdicts of sessions that ask, and of those with a drafter.
+        self._governed, self._followed = 0, 0
 
     def allows(self, sessions: int) -> bool:
         """Whether a session may draft now, one of so many at the target."""
         return sessions < _FEWEST or self._drafts
+
+    def follows(self, sessions: int) -> bool:
+        """Whether the drafter is to follow a session, one of so many at the target, that opens now
+        or decides on its next step. Of few each is."""
+        if not self._leaves or sessions < FEW or self._gathers is not None:
+            return True
+        load = self._load
+        if load is None or abs(sessions - self._level) > slack(self._level):
+            # Loads that are only passed, while many sessions come at once, know nothing.
+            bucket = sessions.bit_length()
+            load = self._nearest(bucket, tried=True) or self._nearest(bucket)
+        return load is None or load.follows
+
+    def recalls(self, sessions: int, now: float) -> bool:
+        """Whether the drafter is to follow a session again which is in the middle of its text: once
+        that is no passing thought, since its rows have to be computed again."""
+        return self.follows(sessions) and self._since is not None and now >= self._since + BACK_S
 
     @property
     def trying(self) -> bool:
@@ -145,28 +73,38 @@ class Yields:
 
     @property
     def _drafts(self) -> bool:
-        return self._load is None or self._load.plain == self._load.trial
+        return self._load is None or self._load.drafts
 
-    def note(self, now: float, tokens: int, sessions: int, drafts: bool | None) -> None:
+    def note(
+        self, now: float, tokens: int, sessions: int, drafts: bool | None, follows: bool = True
+    ) -> None:
         """A verdict at `now` (seconds) brought `tokens` to one of `sessions` sessions.
 
         `drafts`: what `allows` said when its step was decided on; None: it was not asked.
+        `follows`: whether a drafter followed it then.
         """
         if sessions < _FEWEST:
             self._leave(now)
+            self._since = now if self._since is None else self._since
             return
-        if self._load is None or abs(sessions - self._level) > _slack(self._level):
+        if self._load is None or abs(sessions - self._level) > slack(self._level):
             self._enter(sessions, now)
             self._begin(now)
-        elif drafts is not None and drafts != self._drafts:
+        elif drafts is not None and follows and (drafts != self._drafts or not self._follows):
             self._begin(now)  # it is still on what was decided before the change
         self._tokens += tokens
         self._rounds += 1
-        self._governed += drafts is not None
+        if drafts is not None:
+            self._governed += 1
+            self._followed += follows
         self._sessions += sessions
         # Verdicts come in batches: whole rounds are counted, or a window's edge would cut one.
         if self._rounds % self._level == 0 and self._rounds >= _ROUNDS * self._level:
             self._whole(now)
+
+    @property
+    def _follows(self) -> bool:
+        return self._gathers is not None or self._load is None or self._load.follows
 
     def _whole(self, now: float) -> None:
         """Whole rounds have passed: ends the window if it is long enough."""
@@ -186,16 +124,22 @@ class Yields:
         self._begin(now, settled=not changes)
 
     def _judge(self, now: float, seconds: float) -> bool:
-        """Whether the sessions go another way after this window."""
-        load = self._load
+        """Whether the sessions go another way after this window, or are still on their way."""
+        load, on_the_way = self._load, False
         assert load is not None
-        if 2 * self._governed >= self._rounds:
-            return load.window(self._tokens / seconds, now, seconds)
-        # Most sessions are not asked: what the others do would drown in the noise.
-        before = self._drafts
-        load.disturbed()
-        load.plain = False
-        return not before
+        before = load.drafts, load.follows
+        if 2 * self._governed < self._rounds:
+            # Most sessions are not asked: what the others do would drown in the noise.
+            load.disturbed()
+        elif load.drafts and 4 * self._followed < _MOST * self._governed:
+            on_the_way = True
+            load.gather(now, self._rounds / self._level)
+        else:
+            idle = self._tokens < _IDLE * self._rounds
+            load.window(self._tokens / seconds, now, seconds, idle)
+        if load.leaves and load.plain and load.trial:
+            self._gathers = load
+        return on_the_way or before != (load.drafts, load.follows)
 
     def _enter(self, sessions: int, now: float) -> None:
         """A load begins as the nearest that is known."""
@@ -203,11 +147,17 @@ class Yields:
         self._leave(now)
         found = self._loads.get(bucket)
         if found is None:
-            near = min(self._loads, key=lambda at: abs(at - bucket), default=None)
-            plain = near is not None and self._loads[near].plain
-            found = self._loads[bucket] = _Load(plain)
+            near = self._nearest(bucket)
+            leaves = self._leaves and bucket >= FEW.bit_length()
+            found = self._loads[bucket] = Load(near is not None and near.plain, leaves)
         found.enter(sessions, now)
         self._load, self._level = found, sessions
+
+    def _nearest(self, bucket: int, tried: bool = False) -> Load | None:
+        """The known load that is nearest; `tried`: of those where the other way was tried."""
+        known = [at for at, load in self._loads.items() if load.tried or not tried]
+        near = min(known, key=lambda at: abs(at - bucket), default=None)
+        return None if near is None else self._loads[near]
 
     def _leave(self, now: float) -> None:
         if self._load is not None:
@@ -216,4 +166,14 @@ class Yields:
 
     def _begin(self, now: float, *, settled: bool = False) -> None:
         self._start, self._settled = now, settled
-        self._tokens, self._rounds, self._governed, self._sessions = 0, 0, 0, 0
+        self._tokens, self._rounds, self._sessions = 0, 0, 0
+        self._governed, self._followed = 0, 0
+        gathers = self._gathers
+        if gathers is not None and gathers is not self._load and now > gathers.left + STALE_S:
+            gathers.trial, self._gathers = False, None  # that load has not come back
+        elif gathers is not None and not gathers.trial:
+            self._gathers = None
+        if not self._follows:
+            self._since = None
+        elif self._since is None:
+            self._since = now

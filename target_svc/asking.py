@@ -31,6 +31,7 @@ def asks_service(session: Session, step: Step) -> bool:
     """Whether a draft service is asked behind this step."""
     return (
         step.drafts_ahead
+        and session.sink is not None
         and not session.spec.draft_tokens
         and session.next is None
         and not session.finished

@@ -184,13 +184,17 @@ class Intake:
 
     def _export_rows(self, link: Link, request: target_pb2.ExportRows) -> None:
         """Sends the kept rows again, under the latest step's id. What is older is gone; where some
-        of that was asked for, a refusal names what was sent instead."""
+        of that was asked for, a refusal names what was sent instead. From beyond the session's end
+        on none are wanted any more."""
         session = self._find(link, key_of(request.key))
         if session is None:
             return
         if session.sink is None:
             raise SpecwireError(Reason.ROWS_REFUSED, "the session was opened without push_to")
         wanted, first = getattr(request, "from"), len(session.ids) - 1
+        if wanted >= session.spec.limit_len:
+            session.drop_rows()
+            return
         for start, rows in session.history.since(wanted):
             session.sink.push(max(0, session.done_step), start, rows)
             first = min(first, start)

@@ -197,6 +197,14 @@ class Session:
         self.lease_s = lease_s or self.lease_s
         self.lease_until = now + self.lease_s
 
+    def drop_rows(self) -> None:
+        """From now on nobody reads the session's rows, nor answers what it would ask."""
+        if self.held is not None:
+            self.held.settle(None)
+        if self.sink is not None:
+            self.sink.release()
+            self.sink = None
+
     def truncate(self, length: int) -> None:
         """Back to `length` committed tokens; the anchor's KV and rows go too."""
         assert not self.running and 0 < length <= len(self.ids)

@@ -219,6 +219,25 @@ async def test_rows_that_are_gone_are_refused_by_interval_and_the_rest_is_sent(
         assert (await peer.verdict()).accepted == 2
 
 
+async def test_rows_from_beyond_the_end_are_none_from_now_on(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'd.sock'}"
+    engine = ToyEngine()
+    async with draft_server(address, FakeDraft()) as draft, target(engine) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to(address)))
+        await peer.verdict()
+        await draft.rows(70)
+        await peer.send(target_pb2.ExportRows(key=key(), **{"from": 2**32 - 1}))
+        await peer.send(verify(1, 71, TEXT[1:3]))
+        verdict = await peer.verdict()
+        assert (verdict.accepted, verdict.rows_start, verdict.rows_count) == (2, 0, 0)
+        assert await peer.heartbeat(key()) == []
+        assert sum(chunk.count for chunk in draft.chunks) == 70
+        # Once more is as well; what was kept is not to be had again, and no draft is asked.
+        await peer.send(target_pb2.ExportRows(key=key(), **{"from": 0}))
+        assert (await peer.refused()).error.reason == Reason.ROWS_REFUSED
+
+
 async def test_without_a_history_all_rows_are_gone(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'd.sock'}"
     async with draft_server(address, FakeDraft()) as draft, target(row_history_tokens=0) as service:

@@ -82,6 +82,8 @@ class RoundWorld:
             target=self.target,
             mail=SimpleNamespace(failed=False, take=lambda: None, get=self._answer),
             attached=True,
+            away=None,
+            yields_with=lambda c: self.target.yields(c.drafter.method, c.placement),
             colocated=beside,
             direct=direct and not beside,
             grace_s=0.0,

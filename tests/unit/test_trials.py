@@ -70,6 +70,23 @@ async def test_short_sessions_together_find_out_what_plain_steps_cost(
     assert sum(shares[30:]) / 30 > 0.7
 
 
+async def test_a_plain_run_waits_for_nobody_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing was asked the next step may go out before the text does."""
+    world = RoundWorld(monkeypatch, STEP, 1.5, 0.3, 0.3)
+    world.chances = [0.1]
+    await world.rounds(300)
+    for _ in range(100):
+        await world.rounds(1)
+        asked = world.drafting._asked is not None  # type: ignore[attr-defined]
+        assert not (asked and world.drafting.in_hand == [])
+        if world.plan._why_plain:
+            assert world.drafting.in_hand == []
+    world.at.attached = False
+    assert world.drafting.in_hand is None
+
+
 async def test_driven_rounds_are_judged_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the target cannot ask the draft, the same world is better off plain."""
     world = RoundWorld(monkeypatch, STEP, DRAFT, 0.3, 0.3, direct=False)
