@@ -17,6 +17,7 @@ from engine.attention.report import AttentionReport
 from engine.batch import Packed, Placed, pack
 from engine.choose import Chosen, choose
 from engine.colocated import TARGET_GROUP, Beside, Group, Handles
+from engine.compiling import compile_first
 from engine.config import EngineConfig
 from engine.device_step import DeviceStepper
 from engine.kv.cache import PagedCache
@@ -55,9 +56,10 @@ class NativeEngine:
         self._memory = PagedGroups(self._pool, {TARGET_GROUP: cache, **beside})
         self._beside: Beside | None = None
         self._scratch_slot = (cache.page_count - 1) * config.page_tokens
-        self._independent = (
-            model.rows_independent and backend.rows_independent and selftest.rows_independent(self)
-        )
+        self._independent = model.rows_independent and backend.rows_independent
+        if self._independent:
+            compile_first(info.device, partial(selftest.rows_independent, self))
+            self._independent = selftest.rows_independent(self)
 
     def attach(self, drafter: Drafter, groups: Sequence[Group]) -> None:
         """Lets a drafter keep its context in `groups` from the next step on. Raises

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from engine.api import Engine, Item, ItemResult, Sampling, WarmUp
+from engine.compiling import compile_first
 from engine.device_step import DeviceStepper
 from engine.errors import SettingRefused
 from engine.kv.pool import PageTable
@@ -67,17 +68,31 @@ class Step(Protocol):
 def run(engine: Engine, stepper: DeviceStepper, wanted: WarmUp, chunk: int, step: Step) -> int:
     """See `Engine.warm_up`. `chunk`: most rows of a prompt in one step."""
     _check_exports(wanted.exports, engine.info.layer_count)
-    count, began = 0, time.perf_counter()
-    for shape in shapes(stepper, wanted, chunk, engine.rows_independent):
-        if shape.start + shape.rows > engine.info.max_length:
-            continue
+    began = time.perf_counter()
+    longest = engine.info.max_length
+    every = shapes(stepper, wanted, chunk, engine.rows_independent)
+    held = [shape for shape in every if shape.start + shape.rows <= longest]
+
+    def launched(items: Sequence[Item], *, capture: bool) -> Sequence[ItemResult]:
+        return step(items, capture=False)
+
+    compile_first(
+        engine.info.device, partial(_meet_all, engine, held, launched, wanted), wanted.stopped
+    )
+    count = _meet_all(engine, held, step, wanted)
+    if engine.info.device != "cpu":
+        torch.cuda.empty_cache()  # what large steps took is for whoever needs it
+    log.info("warmed %d step shapes in %.1f s", count, time.perf_counter() - began)
+    return count
+
+
+def _meet_all(engine: Engine, held: Sequence[Shape], step: Step, wanted: WarmUp) -> int:
+    count = 0
+    for shape in held:
         if wanted.stopped():
             break
         # What is not captured is of more sessions than were asked for.
         count += met(shape, shape.captured, partial(_meet, engine, shape, step))
-    if engine.info.device != "cpu":
-        torch.cuda.empty_cache()  # what large steps took is for whoever needs it
-    log.info("warmed %d step shapes in %.1f s", count, time.perf_counter() - began)
     return count
 
 

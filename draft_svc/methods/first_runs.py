@@ -17,6 +17,7 @@ from draft_svc.methods.base import Draft, MethodInfo, Request
 from draft_svc.methods.dflash_context import DFlashContext
 from engine.api import Sampling, never
 from engine.block_step import CallShape
+from engine.compiling import compile_first
 from engine.meeting import met
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,27 @@ def first_runs(
     """Takes in each of those numbers of rows, then proposes in every shape, those of a batch
     together. What has no pages or no room is not run, nor what is left once it is `stopped`. Keeps
     no pages. Raises BackendUnavailable for a kernel that cannot be compiled."""
-    began, count = time.perf_counter(), 0
+    began, each = time.perf_counter(), list(shapes)
+    takes = list(writes)
+    compile_first(
+        method.info.device, partial(_run_all, method, fill, each, takes, stopped, False), stopped
+    )
+    count = _run_all(method, fill, each, takes, stopped, True)
+    if method.info.device != "cpu":
+        torch.cuda.empty_cache()  # what large batches took is for whoever needs it
+    spent = time.perf_counter() - began
+    log.info("warmed %d shapes of proposals of %s in %.1f s", count, method.info.method, spent)
+
+
+def _run_all(
+    method: Proposer,
+    fill: Fill,
+    shapes: Sequence[CallShape],
+    writes: Sequence[int],
+    stopped: Callable[[], bool],
+    capture: bool,
+) -> int:
+    count = 0
     for rows in writes:
         if not stopped():
             met(f"that takes in {rows} rows", True, partial(_take_in, method, fill, rows))
@@ -67,14 +88,11 @@ def first_runs(
                 met(each[0], each[0].captured, partial(_fill_in, contexts, fill, blocks, length))
             for shape in each if contexts else ():
                 if not stopped():
-                    run = partial(_propose, method, contexts, shape, min(shape.slots, tokens))
+                    run = partial(_propose, method, contexts, shape, tokens, capture)
                     count += met(shape, shape.captured, run)
         finally:
             _close(method, contexts)
-    if method.info.device != "cpu":
-        torch.cuda.empty_cache()  # what large batches took is for whoever needs it
-    spent = time.perf_counter() - began
-    log.info("warmed %d shapes of proposals of %s in %.1f s", count, method.info.method, spent)
+    return count
 
 
 def _take_in(method: Proposer, fill: Fill, rows: int) -> bool:
@@ -88,11 +106,12 @@ def _fill_in(contexts: list[DFlashContext], fill: Fill, sessions: int, length: i
 
 
 def _propose(
-    method: Proposer, contexts: list[DFlashContext], shape: CallShape, tokens: int
+    method: Proposer, contexts: list[DFlashContext], shape: CallShape, most: int, capture: bool
 ) -> bool:
     for context in contexts:
         context.sampling = _FILTERED if shape.filtered else _GREEDY
-    drafts = method.propose([Request(c, tokens) for c in contexts], shape.captured)
+    requests = [Request(context, min(shape.slots, most)) for context in contexts]
+    drafts = method.propose(requests, shape.captured and capture)
     return all(draft.ids for draft in drafts)
 
 

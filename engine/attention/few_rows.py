@@ -11,10 +11,12 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from engine.attention.base import Span
 from engine.attention.kernels.schedule import Tiles
 from engine.attention.mode import LayerMode
+from engine.compiling import compile_first
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool
 
@@ -52,12 +54,17 @@ def equal_few_rows(
     spans = [
         Span(pool.allocate(context), context - 1, row, 1) for row, context in enumerate(contexts)
     ]
-    outs = []
-    for rows in (FEW, tiles.rows):
+
+    def run(rows: int) -> Tensor:
         backend = kind(cache, query_heads, modes, dtype, tiles, few_rows=rows)
         words, pages = backend.capacity(spans)
         host = torch.empty(words, dtype=torch.int32)
         backend.fill(host.numpy(), spans, len(spans), pages)
         plan = backend.view(host.to(device), len(spans), pages, width=1)
-        outs.append(torch.stack([backend.run(plan, layer, q) for layer in range(len(modes))]))
-    return FEW if torch.equal(*outs) else tiles.rows
+        return torch.stack([backend.run(plan, layer, q) for layer in range(len(modes))])
+
+    def equal() -> bool:
+        return torch.equal(run(FEW), run(tiles.rows))
+
+    compile_first(device.type, equal)
+    return FEW if equal() else tiles.rows

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from engine.compiling import compile_first
 from engine.kernels.triton.gemm import linear, linear_add, norm_gate_up
 from engine.kernels.triton.tiles import WIDE, Tile, Wide
 
@@ -33,25 +34,24 @@ def _tried(dtype: torch.dtype, device: int) -> Wide:
         return torch.randn(shape, generator=generator, device="cuda")
 
     x, scale = normal(_ROWS, _DEPTH) * 8, normal(_DEPTH)
-    found = []
-    for tile in WIDE:
-        # As many columns as make all programs that the tile is chosen from on.
-        weight = (normal(1 << 15, _DEPTH) * _DEPTH**-0.5).to(dtype)
-        if _same(tile, x.to(dtype), weight, scale):
-            found.append(tile)
-    return tuple(found)
+    # As many columns as make all programs that a tile is chosen from on.
+    weight = (normal(1 << 15, _DEPTH) * _DEPTH**-0.5).to(dtype)
+
+    def tried() -> Wide:
+        return tuple(tile for tile in WIDE if _same(tile, x.to(dtype), weight, scale))
+
+    compile_first("cuda", tried)
+    return tried()
 
 
 def _same(tile: Tile, x: Tensor, weight: Tensor, scale: Tensor) -> bool:
-    few, many = (linear(x, weight, None, torch.float32, wide=w) for w in ((), (tile,)))
-    if not torch.equal(few, many):
-        return False
-    few, many = (norm_gate_up(x.float(), scale, _EPS, weight, wide=w) for w in ((), (tile,)))
-    if not torch.equal(few, many):
-        return False
+    pairs = [
+        [linear(x, weight, None, torch.float32, wide=w) for w in ((), (tile,))],
+        [norm_gate_up(x.float(), scale, _EPS, weight, wide=w) for w in ((), (tile,))],
+    ]
     # A depth of one step, added to what is there: the compiler sees no loop.
     short, once = x[:, : tile.k], weight[:, : tile.k].contiguous()
     few, many = (torch.ones(_ROWS, len(once), device=x.device) for _ in range(2))
     linear_add(short, once, None, few)
     linear_add(short, once, None, many, wide=(tile,))
-    return torch.equal(few, many)
+    return all(torch.equal(few, many) for few, many in [*pairs, (few, many)])

@@ -1,0 +1,86 @@
+"""Kernels compiled side by side before they are needed: one after the other, those of a service
+take minutes where none was compiled before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from engine.api import never
+from engine.meeting import compile_errors
+
+log = logging.getLogger(__name__)
+
+
+class _Stopped(RuntimeError):
+    """Nobody waits for what was not begun."""
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Triton lets go of the interpreter's lock in its passes, and the assembler is a process."""
+
+    def __init__(self, stopped: Callable[[], bool]) -> None:
+        self.most = len(os.sched_getaffinity(0))
+        self.count = 0
+        super().__init__(self.most, thread_name_prefix="compile")
+        self._is_stopped = stopped
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def unless_stopped() -> Any:
+            if self._is_stopped():
+                raise _Stopped
+            return fn(*args, **kwargs)
+
+        self.count += 1
+        return super().submit(unless_stopped)
+
+
+def compile_first(
+    device: str, run: Callable[[], object], stopped: Callable[[], bool] = never
+) -> None:
+    """Calls `run` with launches that only have their kernel compiled, and returns when all of them
+    are. On a CPU does nothing.
+
+    Then whoever runs the same launches waits for no compiler. Nothing may be kept of what `run`
+    returns: no launch has written anything. A kernel that cannot be compiled, and whatever else
+    goes wrong in between, is left to the launch that needs it.
+    """
+    if device == "cpu":
+        return
+    from triton import AsyncCompileMode
+
+    failures: tuple[type[Exception], ...] = (RuntimeError, *compile_errors())
+    began = time.perf_counter()
+    with _Compilers(stopped) as pool:
+        try:
+            with AsyncCompileMode(pool), _nothing_launched():
+                run()
+        except failures as error:
+            log.debug("not compiled ahead: %s", error)
+    spent = time.perf_counter() - began
+    log.info(
+        "%d kernels compiled or found in %.1f s, up to %d at once", pool.count, spent, pool.most
+    )
+
+
+@contextmanager
+def _nothing_launched() -> Iterator[None]:
+    """What Triton calls a warm-up of a kernel, for every launch: of callers that know nothing of
+    it. Nothing else is launched by this process before it serves."""
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
