@@ -32,7 +32,7 @@ _STARTS = (0, 256, 2048)
 _DRAWS = (1, 17)
 # What is only compiled for has no more rows: logits of more would take memory that others need.
 _MOST_ROWS = 512
-# Where it is known what rows sessions ask for, most of them do: other steps are captured of up to
+# Where rows are asked for there are twice as many steps: those with filters are captured of up to
 # so many.
 _FEW_SESSIONS = 2
 _GREEDY = Sampling(temperature=0.0)
@@ -184,5 +184,5 @@ def _kinds(wanted: WarmUp, sessions: int) -> Iterator[tuple[tuple[int, ...], boo
     for drafted in (True, False) if wanted.apart else (True,):
         for taps in dict.fromkeys((wanted.exports, ())):
             for filtered in (False, True):
-                if every or (taps and not filtered):
+                if every or not filtered:
                     yield taps, drafted, filtered
