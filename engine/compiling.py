@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.api import never
 from engine.meeting import compile_errors
@@ -47,8 +50,9 @@ def compile_first(
     are. On a CPU does nothing.
 
     Then whoever runs the same launches waits for no compiler. Nothing may be kept of what `run`
-    returns: no launch has written anything. A kernel that cannot be compiled, and whatever else
-    goes wrong in between, is left to the launch that needs it.
+    returns: no launch has written anything, and what it allocates meanwhile holds zeros, which are
+    safe to look things up with. A kernel that cannot be compiled, and whatever else goes wrong in
+    between, is left to the launch that needs it.
     """
     if device == "cpu":
         return
@@ -58,7 +62,7 @@ def compile_first(
     began = time.perf_counter()
     with _Compilers(stopped) as pool:
         try:
-            with AsyncCompileMode(pool), _nothing_launched():
+            with AsyncCompileMode(pool), _nothing_launched(), _Zeros():
                 run()
         except failures as error:
             log.debug("not compiled ahead: %s", error)
@@ -66,6 +70,25 @@ def compile_first(
     log.info(
         "%d kernels compiled or found in %.1f s, up to %d at once", pool.count, spent, pool.most
     )
+
+
+class _Zeros(TorchFunctionMode):
+    """Memory that a launch would have filled, such as tokens whose rows are gathered next."""
+
+    _instead: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {
+        torch.empty: torch.zeros,
+        torch.empty_like: torch.zeros_like,
+        torch.Tensor.new_empty: torch.Tensor.new_zeros,
+    }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self._instead.get(func, func)(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -67,6 +67,15 @@ def main(cache: Path) -> None:
     assert [type(one).__name__ for one in kernels_of(_double)] == ["CompiledKernel"] * 2
     print("compiled")
 
+    found: list[torch.Tensor] = []
+    one = torch.ones(512)
+    compile_first(
+        "cuda:0",
+        lambda: found.extend([torch.empty(512), torch.empty_like(one), one.new_empty(512)]),
+    )
+    assert len(found) == 3 and not any(tensor.any() for tensor in found)
+    print("zeros")
+
     compile_first("cuda:0", launch(64), stopped=lambda: True)
     assert compiled(cache) == 2
     print("stopped")
