@@ -18,8 +18,11 @@ help:
 demo: $(VENV)/.serve ## install, start the three services, compare speculative with plain decoding
 	$(PY) -m coordinator.demo
 
+# Two at a time, a file in one process, and then those that nothing may run beside.
 test: check ## install, lint, type-check, and run every test that needs no GPU
-	$(PY) -m pytest -m "not slow and not gpu" -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu and not alone" -q \
+		-n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -m "alone and not slow and not gpu" -q
 
 test-slow: $(VENV)/.dev ## the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu" -q

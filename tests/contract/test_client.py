@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -433,10 +434,10 @@ async def test_deadline_ends_the_call_on_both_sides(fake: Fake) -> None:
     servicer.endless = True
     for caught in await both(address, prompt="x", timeout_s=0.3):
         assert caught.reason is Reason.DEADLINE
-    await asyncio.wait_for(servicer.ended.wait(), 1.0)
+    await asyncio.wait_for(servicer.ended.wait(), 10)
 
 
-async def leave(address: str, how: Callable[[Any], Any]) -> None:
+async def leave(address: str, ended: asyncio.Event, how: Callable[[Any], Any]) -> None:
     async with AsyncClient(address) as client:
         stream = client.stream(prompt="x")
         assert isinstance(await anext(stream), Delta)
@@ -445,19 +446,19 @@ async def leave(address: str, how: Callable[[Any], Any]) -> None:
             await result
         del stream, result
         gc.collect()
-        await asyncio.sleep(0.5)  # the client stays open: only the stream was left
+        # The client stays open: only the stream was left.
+        await asyncio.wait_for(ended.wait(), 10)
 
 
 @pytest.mark.parametrize("how", ["cancel", "aclose", "drop"])
 async def test_leaving_an_async_stream_cancels_at_the_server(fake: Fake, how: str) -> None:
     servicer, address = fake
     servicer.endless = True
-    leaving = asyncio.create_task(
-        leave(address, lambda stream: getattr(stream, how)() if how != "drop" else None)
+    await leave(
+        address,
+        servicer.ended,
+        lambda stream: getattr(stream, how)() if how != "drop" else None,
     )
-    await asyncio.wait_for(servicer.ended.wait(), 1.0)
-    assert not leaving.done()
-    await leaving
 
 
 async def test_cancelling_the_task_cancels_at_the_server(fake: Fake) -> None:
@@ -469,13 +470,15 @@ async def test_cancelling_the_task_cancels_at_the_server(fake: Fake) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(servicer.ended.wait(), 1.0)
+        await asyncio.wait_for(servicer.ended.wait(), 10)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "break", "drop"])
 async def test_leaving_a_blocking_stream_cancels_at_the_server(fake: Fake, how: str) -> None:
     servicer, address = fake
     servicer.endless = True
+
+    seen = threading.Event()
 
     def blocking() -> None:
         with Client(address) as client:
@@ -489,11 +492,11 @@ async def test_leaving_a_blocking_stream_cancels_at_the_server(fake: Fake, how: 
                     getattr(stream, how)()
                     assert list(stream) == []
                 del stream
-            time.sleep(0.5)
+            assert seen.wait(10)  # the client stays open: only the stream was left
 
     running = asyncio.create_task(asyncio.to_thread(blocking))
-    await asyncio.wait_for(servicer.ended.wait(), 1.0)
-    assert not running.done()
+    await asyncio.wait_for(servicer.ended.wait(), 10)
+    seen.set()
     await running
 
 

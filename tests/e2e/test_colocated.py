@@ -25,7 +25,9 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def colocated() -> Iterator[LocalDeployment]:
-    with LocalDeployment(LocalOptions(colocate=COLOCATED_METHOD)) as running:
+    # However long a start takes on a busy machine.
+    patient = (("coordinator", ("--target-return-ms", "90000")),)
+    with LocalDeployment(LocalOptions(colocate=COLOCATED_METHOD, extra=patient)) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter without a detour that takes half of its time."""
+"""Triton's interpreter without detours that take most of its time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from typing import Any
 
 
 def make_quicker() -> None:
+    """For a process that only interprets; what is computed and what is refused stay the same."""
+    _prepare_once()
+    _look_for_no_overflow()
+    _remember_types()
+
+
+def _prepare_once() -> None:
     """Triton prepares its language again at every call of a function by a kernel, though the kernel
-    has found it prepared; once for each function is enough. For a process that only interprets."""
+    has found it prepared; once for each function is enough."""
     from triton.runtime.interpreter import InterpretedFunction
 
     plain, known = InterpretedFunction.__call__, set[Any]()
@@ -19,3 +26,60 @@ def make_quicker() -> None:
         return plain(self, *args, **kwargs)
 
     InterpretedFunction.__call__ = call
+
+
+def _look_for_no_overflow() -> None:
+    """A dozen operations look whether a sum of integers fits, and nobody hears of what they find
+    unless a kernel is debugged."""
+    from triton.language.semantic import TritonSemantic
+
+    plain = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def check(self: Any, *arguments: Any) -> None:
+        if self.builder.options.debug:
+            plain(self, *arguments)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
+def _remember_types() -> None:
+    """A type of blocks is worked out once, and so are the fields of a tensor that follow from it.
+    Blocks of one shape need not be looked at to be brought to one shape."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    made, shapes = dict[Any, dict[str, Any]](), dict[Any, Any]()
+    plain, broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        if (key := (element_ty.name, sizes)) not in made:
+            plain(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            made[key] = dict(vars(self))
+        vars(self).update(made[key])
+
+    def together(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = (getattr(value.type, "shape", None) for value in (lhs, rhs))
+        return (lhs, rhs) if one is other else broadcast(self, lhs, rhs)
+
+    fields, whole = dict[str, dict[str, Any]](), core.tensor.__init__
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if (name := type.name) not in fields:
+            whole(self, handle, type)
+            fields[name] = dict(vars(self))
+        vars(self).update(fields[name])
+        self.handle, self.type = handle, type
+
+    stored, of_numpy = dict[str, Any](), interpreter._get_np_dtype
+
+    def stored_as(type: Any) -> Any:
+        if (name := type.name) not in stored:
+            stored[name] = of_numpy(type)
+        return stored[name]
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    TritonSemantic.broadcast_impl_value = together
+    interpreter._get_np_dtype = stored_as

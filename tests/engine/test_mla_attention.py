@@ -189,6 +189,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.timeout(300)
 def test_triton_kernels_under_the_interpreter() -> None:
     outcomes = interpreted.run("tests.engine.mla_checks")
     assert outcomes == dict.fromkeys(CHECKS, "")

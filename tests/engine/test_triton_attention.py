@@ -31,6 +31,7 @@ def outcomes() -> dict[str, str]:
     return interpreted.run("tests.engine.attention_checks")
 
 
+@pytest.mark.timeout(300)
 def test_every_check_is_listed(outcomes: dict[str, str]) -> None:
     assert list(outcomes) == CHECKS
 

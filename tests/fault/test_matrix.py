@@ -104,6 +104,7 @@ class Scene:
 
 def stage(scene: Scene, **settings: Any) -> Any:
     options = {"num_speculative_tokens": 3, "proposal_wait_min_ms": 300, "lease_ms": 900}
+    options["adaptive_k"] = False  # else times decide how much is drafted
     return services(scene.engine, document(), [scene.draft], **{**options, **settings})
 
 

@@ -24,11 +24,15 @@ PREFIX = [7 * i % 900 for i in range(70)]
 
 
 async def test_sessions_go_to_the_least_busy_target() -> None:
-    async with fleet_world(engine=SLOW) as made:
+    async with fleet_world() as made:
         prompts = [[i, i + 1] for i in range(6)]
+        for target in made.targets:
+            target.engine.gate.clear()  # none says that sessions wait, and none ends
         tasks = [asyncio.create_task(made.generate(p, max_tokens=LONG)) for p in prompts]
         await until(lambda: sum(target.sessions for target in made.targets) == 6)
         assert [target.sessions for target in made.targets] == [3, 3]
+        for target in made.targets:
+            target.engine.gate.set()
         for prompt, task in zip(prompts, tasks, strict=True):
             assert list((await task).token_ids) == continuation(prompt, LONG)
         await until(lambda: not any(worker.placed for worker in made.host.fleet.targets))

