@@ -26,8 +26,9 @@ def _add_up(
 ):  # fmt: skip
     """The state [R, BLOCK_D] of a row's parts first .. stop - 1, `step` apart from `base`, the
     place of part 0: chunks (FOLD 1) or bundles (FOLD 4)."""
-    # Where parts are small more of them are asked for before the first is needed.
-    TURNS: tl.constexpr = 4 if R * BLOCK_D <= 256 else 2 if R * BLOCK_D <= 512 else 1
+    # Where parts are small more of them are asked for before the first is needed; four turns are
+    # no quicker, and take half a minute to compile.
+    TURNS: tl.constexpr = 2 if R * BLOCK_D <= 512 else 1
     m, z, acc = _nothing(R, BLOCK_D)
     for begun in range(first // AT_ONCE * AT_ONCE, stop, AT_ONCE * TURNS):
         for turn in tl.static_range(TURNS):
