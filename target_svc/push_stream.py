@@ -40,6 +40,8 @@ class PushStream:
         self._open_asks = OpenAsks()
         # The draft has answered on the present stream.
         self._up = False
+        # There is a stream, or one is about to be tried: else a question is lost at once.
+        self._hopeful = True
         self._queued = 0
         self._in_flight = 0
         self._changed = asyncio.Event()
@@ -67,7 +69,7 @@ class PushStream:
 
     def ask(self, name: Key, ask: draft_pb2.Advance, answered: Answered) -> None:
         """Questions need no credit: a session has one at a time."""
-        if not self._up:
+        if not self._hopeful:
             asyncio.get_running_loop().call_soon(answered, LOST)
             return
         self._open_asks.add(name, ask.step_id, answered)
@@ -90,6 +92,7 @@ class PushStream:
         while True:
             while not self._queue and not self.users:
                 await self._wait()
+            self._hopeful = True
             async with grpc.aio.insecure_channel(self._address, options=options) as channel:
                 worked = await self._connection(draft_pb2_grpc.DraftServiceStub(channel))
             delay = _BACKOFF_S[0] if worked else min(delay * 2, longest)
@@ -120,7 +123,7 @@ class PushStream:
             call.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             self._metrics.rows("lost", self._in_flight)
-            worked, self._up = self._up, False
+            worked, self._up, self._hopeful = self._up, False, False
             self._asks.clear()
             self._open_asks.fail()
         for outcome in outcomes:

@@ -71,8 +71,6 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         # Sent instead of the true one in frames, where set.
         self.false_incarnation = 0
         self.silent_open = False
-        # Whether the target has heard of the rows that it sent here.
-        self.acknowledged: Callable[[], bool] = lambda: True
         self.sessions: dict[tuple[int, int], list[int]] = {}
         self.opens: list[draft_pb2.OpenDraft] = []
         # What coordinators told and asked, and what targets did.
@@ -103,10 +101,6 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
 
     async def Link(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         async for frame in request_iterator:
-            if any(item.advance.k and not item.advance.step_id for item in frame.items):
-                # The first rows come before the first proposal; from then on the target may ask.
-                while not self.acknowledged():  # noqa: ASYNC110
-                    await asyncio.sleep(0.002)
             await asyncio.sleep(self.ask_s * sum(item.advance.k > 0 for item in frame.items))
             replies = [reply for item in frame.items for reply in self._handle(item)]
             if replies:
@@ -199,14 +193,8 @@ class World:
         self.app = TargetApp(settings, lambda _: Loaded(self.engine, document()))
         await self.app.start()
 
-    def rows_acknowledged(self) -> bool:
-        """The target, where it sends rows, may ask the draft for tokens."""
-        exporter = self.app._exporter
-        return exporter is None or all(stream._up for stream in exporter._streams.values())
-
     async def start_draft(self) -> None:
         assert self.draft is not None
-        self.draft.acknowledged = self.rows_acknowledged
         await self.draft.start(self.draft_address)
 
     async def wait_ready(self) -> None:

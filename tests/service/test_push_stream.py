@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import grpc
 import pytest
 
 from specwire.v1 import common_pb2, draft_pb2
+from target_svc import push_stream
 from target_svc.asks import LOST, Answer
 from target_svc.metrics import Metrics
 from target_svc.push_stream import PushStream
@@ -43,36 +45,71 @@ class RawDraft:
             yield draft_pb2.PushFeaturesResponse(acks=acks).SerializeToString()
 
 
-@pytest.mark.parametrize("answer", [b"\xff\xff\xff", spoilt_text()])
-async def test_an_answer_that_cannot_be_read_ends_one_stream_only(
-    tmp_path: Path, answer: bytes
-) -> None:
-    draft, server = RawDraft(answer), grpc.aio.server()
+@asynccontextmanager
+async def served(draft: RawDraft, folder: Path) -> AsyncIterator[PushStream]:
+    """A stream to it that somebody uses."""
+    server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(draft.push)
     methods = {"PushFeatures": handler}
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("specwire.v1.DraftService", methods),)
     )
-    address = f"unix:{tmp_path / 'd.sock'}"
+    address = f"unix:{folder / 'd.sock'}"
     server.add_insecure_port(address)
     await server.start()
     stream = PushStream(address, TargetSettings(), 1, Metrics())
     stream.attach()
+    try:
+        yield stream
+    finally:
+        await stream.close()
+        await server.stop(0)
 
-    async def up() -> None:
+
+async def answer_of(stream: PushStream, step_id: int) -> Answer:
+    heard: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    stream.ask(KEY, draft_pb2.Advance(step_id=step_id, k=3), heard.set_result)
+    return await asyncio.wait_for(heard, 5)
+
+
+async def test_a_question_on_a_new_stream_waits_for_it(tmp_path: Path) -> None:
+    """The first rounds of a first session are not without a draft."""
+    key = common_pb2.SessionKey(coordinator=KEY[0], session_id=KEY[1], generation=KEY[2])
+    proposal = common_pb2.Proposal(key=key, step_id=1, ids=[4, 5])
+    reply = draft_pb2.PushFeaturesResponse(replies=[draft_pb2.DraftReply(proposal=proposal)])
+    async with served(RawDraft(reply.SerializeToString()), tmp_path) as stream:
+        answer = await answer_of(stream, 1)
+        assert isinstance(answer, common_pb2.Proposal) and list(answer.ids) == [4, 5]
+
+
+async def test_questions_to_nobody_are_lost_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_stream, "_BACKOFF_S", (60.0, 60.0))
+    stream = PushStream(f"unix:{tmp_path / 'd.sock'}", TargetSettings(), 1, Metrics())
+    stream.attach()
+    try:
+        assert await answer_of(stream, 1) is LOST  # the first try fails
+        assert await answer_of(stream, 2) is LOST  # the next is not due yet
+    finally:
+        await stream.close()
+
+
+@pytest.mark.parametrize("answer", [b"\xff\xff\xff", spoilt_text()])
+async def test_an_answer_that_cannot_be_read_ends_one_stream_only(
+    tmp_path: Path, answer: bytes
+) -> None:
+    draft = RawDraft(answer)
+
+    async def up(stream: PushStream) -> None:
         """Rows of four bytes, until one of them is acknowledged."""
         async with asyncio.timeout(5):
             stream.put(draft_pb2.FeatureChunk(rows=b"rows"))
             while not stream._up:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
 
-    try:
-        await up()
-        heard: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        stream.ask(KEY, draft_pb2.Advance(step_id=1, k=3), heard.set_result)
-        assert await asyncio.wait_for(heard, 5) is LOST
-        await up()
+    async with served(draft, tmp_path) as stream:
+        await up(stream)
+        assert await answer_of(stream, 1) is LOST
+        await up(stream)
         assert draft.streams == 2
-    finally:
-        await stream.close()
-        await server.stop(0)
