@@ -19,6 +19,9 @@ from engine.meeting import compile_errors
 
 log = logging.getLogger(__name__)
 
+# Each takes some 200 MB meanwhile, and a container may have less of the machine than it sees.
+_AT_ONCE = 16
+
 
 class _Stopped(RuntimeError):
     """Nobody waits for what was not begun."""
@@ -28,7 +31,7 @@ class _Compilers(ThreadPoolExecutor):
     """Triton lets go of the interpreter's lock in its passes, and the assembler is a process."""
 
     def __init__(self, stopped: Callable[[], bool]) -> None:
-        self.most = len(os.sched_getaffinity(0))
+        self.most = min(len(os.sched_getaffinity(0)), _AT_ONCE)
         self.count = 0
         super().__init__(self.most, thread_name_prefix="compile")
         self._is_stopped = stopped
