@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from coordinator.local import LocalDeployment, LocalOptions
 from coordinator.runtime_file import running_address
+from coordinator.signals import terminated_cleanly
 from specwire.errors import SpecwireError
 
 Address = Annotated[
@@ -131,22 +130,6 @@ def coordinator_address(address: str) -> Iterator[str]:
         return
     with terminated_cleanly(), LocalDeployment(LocalOptions(), say) as deployment:
         yield deployment.address
-
-
-@contextmanager
-def terminated_cleanly() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP unwind the stack, so that children and sockets are removed."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, _unwind) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _unwind(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def colour_wanted() -> bool:

@@ -106,8 +106,8 @@ class TargetApp:
         self._loop_task = asyncio.ensure_future(self.scheduler.run())
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Until somebody stops the service. Raises ENGINE_DOWN when its engine is given up, and what
-        the step loop raises."""
+        """Until somebody stops the service. Raises ENGINE_DOWN when its engine is given up, and
+        what the step loop raises."""
         assert self._loop_task is not None
         waits = [asyncio.ensure_future(e.wait()) for e in (stop, self.engine_down)]
         try:

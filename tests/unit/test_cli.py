@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from coordinator import chat, local, talk, up
 from coordinator.cli import main
 from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
+from coordinator.signals import STOPS
 from coordinator.talk import shower
 from specwire.client import Acceptance, Client, Delta, Finished, FinishReason, Sampling, Usage
 from specwire.errors import Reason, SpecwireError
@@ -287,6 +290,24 @@ def test_a_child_that_fails_ends_the_start_with_the_end_of_its_log() -> None:
     assert caught.value.message.startswith("the target ended with exit status 2:\n  error: ")
     assert "no-such-flag" in caught.value.message and "Traceback" not in caught.value.message
     assert not folder.exists() and not deployment.children
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_second_signal_ends_the_children_at_once(number: int) -> None:
+    """They are given time to end; the folder goes all the same."""
+    deployment = LocalDeployment()
+    folder = Path(deployment.target_address.removeprefix("unix:")).parent
+    deaf = ["sh", "-c", "trap '' TERM; echo deaf; exec sleep 60"]
+    with subprocess.Popen(deaf, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"deaf\n"
+        child = local.Child("coordinator", "", [], folder / "log", process)
+        deployment.children["coordinator"] = child
+        before = signal.getsignal(number)
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
+        timer.start()
+        deployment.stop()
+        assert process.poll() == -signal.SIGKILL and not timer.is_alive()
+    assert not folder.exists() and signal.getsignal(number) is before
 
 
 def test_a_draft_that_ends_is_started_again_and_then_left_away(
