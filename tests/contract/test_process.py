@@ -1,4 +1,4 @@
-"""A service's process: told to stop at any moment it ends soon, with status 0 and a word."""
+"""A service's process: told to stop it ends soon, with status 0 and a word."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -193,6 +193,59 @@ def test_chat_shows_several_answers_and_goes_on_with_the_first(
     ] + [f"turn 0 choice {choice}; heard: x" for choice in (0, 1)]
     assert "/reset  forget the conversation" in err
     assert "there is no /rest; /help lists the commands" in err
+
+
+class _Busy(_Talker):
+    """Is interrupted in its first answer, busy in the second, and talks then."""
+
+    asked: ClassVar[list[list[str]]] = []
+
+    def generate(self, **options: Any) -> Any:
+        self.asked.append([message["content"] for message in options["messages"]])
+        if len(self.asked) == 1:
+            raise KeyboardInterrupt
+        if len(self.asked) == 2:
+            raise SpecwireError(Reason.QUEUE_FULL, "8 of 8 sessions run already")
+        if len(self.asked) == 4:
+            raise SpecwireError.field("sampling.top_p", 7, "(0, 1]")
+        return super().generate(**options)
+
+
+def test_chat_goes_on_after_an_answer_that_did_not_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["cut off", "busy", "/etc", " /etc", "  ", "last"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    monkeypatch.setattr(chat, "Client", _Busy)
+    code = call(monkeypatch, "chat", "-n", "2", "--top-p", "7", "--address", "unix:/none")
+    err = capsys.readouterr().err
+    assert _Busy.asked[:3] == [["cut off"], ["busy"], ["/etc"]]
+    assert [len(said) for said in _Busy.asked] == [1, 1, 1, 3]
+    assert "error: 8 of 8 sessions run already\n" in err
+    assert "there is no /etc; /help lists the commands, a space before it sends it\n" in err
+    assert code == 2 and err.endswith("error: --top-p is 7; accepted: (0, 1]\n")
+    lines, asked = iter(["cut off", "busy", "/quit"]), _Busy.asked
+    asked.clear()
+    code = call(monkeypatch, "chat", "-n", "2", "--address", "unix:/none")
+    assert (len(asked), code) == (2, 1)  # a script sees that an answer is missing
+
+
+def test_errors_name_the_option_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = SpecwireError.field("speculation.method", "nope", "plain", Reason.METHOD_UNKNOWN)
+
+    def stream(self: Client, **options: Any) -> Any:
+        raise refused
+
+    monkeypatch.setattr(Client, "stream", stream)
+    for command in (["generate", "x"], ["generate", "--chat", "x"]):
+        assert call(monkeypatch, *command, "--method", "nope", "--address", "unix:/none") == 1
+        assert capsys.readouterr().err == "error: --method is 'nope'; accepted: plain\n"
+    refused = SpecwireError.field("input", "empty", "a text")
+    assert call(monkeypatch, "generate", "x", "--address", "unix:/none") == 2
+    assert capsys.readouterr().err == "error: input is 'empty'; accepted: a text\n"
+    assert call(monkeypatch, "generate", "-n", "17", "x") == 2
 
 
 def test_several_answers_are_printed_one_after_another(
