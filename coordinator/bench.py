@@ -20,6 +20,7 @@ from coordinator.bench_stats import ratios, summarize
 from coordinator.drafters import COLOCATED
 from coordinator.local import COLOCATED_METHOD, LocalDeployment, LocalOptions, colocatable
 from coordinator.runtime_file import running_address
+from coordinator.signals import terminated_cleanly
 from specwire.client import AsyncClient
 from specwire.info import WorkerState
 
@@ -81,7 +82,7 @@ def _deployments(address: str, inside: Sequence[str]) -> Iterator[tuple[str, dic
     with opt.coordinator_address(address) as found, ExitStack() as stack:
         others: dict[str, str] = {}
         if own and inside:
-            stack.enter_context(opt.terminated_cleanly())
+            stack.enter_context(terminated_cleanly())
             for method in inside:
                 other = LocalDeployment(LocalOptions(colocate=method), opt.say)
                 others[method] = stack.enter_context(other).address

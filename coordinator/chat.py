@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -11,14 +12,16 @@ import typer
 from coordinator import options as opt
 from coordinator.talk import PLAIN, Show, print_choices, shower, statistics_line, stream_text
 from specwire.client import Client, Delta, GenerateOptions
+from specwire.errors import SpecwireError
 
 # A line that is one word after a slash; `/etc/hosts` is text.
 _COMMAND = re.compile(r"/\w+")
+Messages = list[Mapping[str, str]]
 _ENDS = ("/exit", "/quit")
 _HELP = """/help   this list
 /reset  forget the conversation
 /exit   end, as /quit and Ctrl-D
-Ctrl-C ends an answer; every other line goes to the model"""
+Ctrl-C ends an answer; every other line goes to the model, and one behind a space whatever it is"""
 
 
 def chat(
@@ -47,7 +50,8 @@ def chat(
     """Talk with the model. Text that the drafter guessed right is shown in green.
 
     /reset forgets the conversation, /exit (or Ctrl-D) ends it, /help lists what else there is;
-    Ctrl-C ends an answer. With -n the conversation goes on with the first answer.
+    Ctrl-C ends an answer. A line behind a space goes to the model whatever it is. With -n the
+    conversation goes on with the first answer. Where the server is busy, ask again.
 
     Examples:
 
@@ -57,8 +61,7 @@ def chat(
       specwire chat --address 127.0.0.1:7070 --system "Answer in one sentence."
     """
     show = shower(mark)
-    start = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
+    start: Messages = [{"role": "system", "content": system}] if system else []
     request: GenerateOptions = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -74,26 +77,51 @@ def chat(
         "method": method,
         "num_speculative_tokens": num_speculative_tokens,
     }
-    with opt.coordinator_address(address) as found, Client(found) as client:
+    with (
+        opt.named_as_options(tuple(request)),
+        opt.coordinator_address(address) as found,
+        Client(found) as client,
+    ):
         client.info()  # a bad address is an error now, not after the first question
         if sys.stdin.isatty():
             opt.say("/help lists the commands")
-        while (line := _read_line()) not in _ENDS:
-            if line == "/reset":
-                messages = list(start)
-            elif line == "/help":
-                opt.say(_HELP)
-            elif _COMMAND.fullmatch(line):
-                opt.say(f"there is no {line}; /help lists the commands")
-            elif line:
-                messages.append({"role": "user", "content": line})
-                request["messages"] = messages
-                messages.append({"role": "assistant", "content": _answer(client, request, show)})
+        answered = _converse(client, request, start, show)
+    if not (answered or sys.stdin.isatty()):
+        raise typer.Exit(1)
+
+
+def _converse(client: Client, request: GenerateOptions, start: Messages, show: Show) -> bool:
+    """Until the user ends it; whether every question had an answer. An error after which it helps
+    to ask again is said and forgotten, and so is the question."""
+    messages, answered = list(start), True
+    while (line := _read_line()) not in _ENDS:
+        if line == "/reset":
+            messages = list(start)
+        elif line == "/help":
+            opt.say(_HELP)
+        elif _COMMAND.fullmatch(line):
+            opt.say(f"there is no {line}; /help lists the commands, a space before it sends it")
+        elif question := line.strip():
+            asked: Messages = [*messages, {"role": "user", "content": question}]
+            request["messages"] = asked
+            try:
+                answer = _answer(client, request, show)
+            except SpecwireError as error:
+                if not error.retry_after_ms:
+                    raise
+                print(PLAIN if opt.colour_wanted() else "")
+                opt.say(f"error: {error.message}")
+                answered = False
+                continue
+            if answer:
+                messages = [*asked, {"role": "assistant", "content": answer}]
+    return answered
 
 
 def _read_line() -> str:
+    """A line as it was typed, but for the space behind it."""
     try:
-        return input("you> " if sys.stdin.isatty() else "").strip()
+        return input("you> " if sys.stdin.isatty() else "").rstrip()
     except EOFError:
         return "/exit"
 

@@ -14,6 +14,7 @@ from coordinator.bench_prompts import load_prompts
 from coordinator.bench_report import console, print_table
 from coordinator.bench_run import BenchOptions
 from coordinator.local import LocalDeployment
+from coordinator.signals import terminated_cleanly
 from specwire.errors import SpecwireError
 
 PROMPTS = Path(__file__).parent / "prompts" / "demo.jsonl"
@@ -24,7 +25,7 @@ def demo() -> bool:
     """Whether speculation changed nothing."""
     prompts = load_prompts(PROMPTS)
     options = BenchOptions(max_tokens=MAX_TOKENS)
-    with opt.terminated_cleanly(), LocalDeployment(progress=opt.say) as deployment:
+    with terminated_cleanly(), LocalDeployment(progress=opt.say) as deployment:
         modes = parse_modes("plain,draft", options.exactness)
         report = uvloop.run(compare(deployment.address, PROMPTS, prompts, modes, options))
     print_table(report, console())

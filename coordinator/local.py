@@ -21,6 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.runtime_file import runtime_base
+from coordinator.signals import STOPS, at_signals
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import SOCKET_PATH_BYTES, channel_options
 from specwire.v1 import generate_pb2, generate_pb2_grpc
@@ -161,11 +162,17 @@ class LocalDeployment:
                 raise SpecwireError(Reason.ENGINE_DOWN, ended)
 
     def stop(self) -> None:
-        """Coordinator first, so that no session loses a worker under it."""
-        for child in reversed(list(self.children.values())):
-            self._end(child)
-        self.children.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Coordinator first, so that no session loses a worker under it. A signal meanwhile ends
+        the children at once, and does nothing else. Main thread only."""
+        with at_signals(self._kill, *STOPS):
+            for child in reversed(list(self.children.values())):
+                self._end(child)
+            self.children.clear()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        for child in list(self.children.values()):
+            child.process.kill()
 
     def _end(self, child: Child) -> None:
         if child.process.poll() is None:

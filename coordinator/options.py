@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from coordinator.local import LocalDeployment, LocalOptions
 from coordinator.runtime_file import running_address
+from coordinator.signals import terminated_cleanly
 from specwire.errors import SpecwireError
+from specwire.sampling import MAX_CHOICES
 
 Address = Annotated[
     str,
@@ -55,7 +55,9 @@ BadWord = Annotated[
 MinTokens = Annotated[
     int | None, typer.Option(min=0, help="The answer does not end before so many tokens.")
 ]
-Choices = Annotated[int | None, typer.Option("-n", min=1, help="Answers to this prompt, 1 to 16.")]
+Choices = Annotated[
+    int | None, typer.Option("-n", min=1, max=MAX_CHOICES, help="Answers to this prompt.")
+]
 Seed = Annotated[
     int | None, typer.Option(min=0, help="Same seed, same tokens, whichever drafter is attached.")
 ]
@@ -117,6 +119,25 @@ def biases(given: list[str] | None) -> dict[int, float]:
     return found
 
 
+# Fields of a request whose option has another name.
+_FLAGS = {"n": "-n", "bad_words": "--bad-word", "stop_token_ids": "--stop-token-id"}
+
+
+@contextmanager
+def named_as_options(given: Collection[str]) -> Iterator[None]:
+    """Errors about a field of a request name the option that it is from, where it is `given`."""
+    try:
+        yield
+    except SpecwireError as error:
+        field = error.metadata.get("field", "")
+        name = field.rpartition(".")[2].partition("[")[0]
+        if name not in given or not error.message.startswith(f"{field} "):
+            raise
+        flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+        message = flag + error.message.removeprefix(field)
+        raise SpecwireError(error.reason, message, {**error.metadata, "field": flag}) from error
+
+
 def say(line: str) -> None:
     """Progress and remarks go to stderr: stdout is for results."""
     print(line, file=sys.stderr, flush=True)
@@ -131,22 +152,6 @@ def coordinator_address(address: str) -> Iterator[str]:
         return
     with terminated_cleanly(), LocalDeployment(LocalOptions(), say) as deployment:
         yield deployment.address
-
-
-@contextmanager
-def terminated_cleanly() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP unwind the stack, so that children and sockets are removed."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, _unwind) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _unwind(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def colour_wanted() -> bool:

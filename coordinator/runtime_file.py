@@ -10,10 +10,11 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PREFIX, _SUFFIX = "up-", ".json"
+_UNFINISHED_S = 60.0
 
 
 def runtime_base() -> Path:
@@ -33,6 +34,7 @@ def published(address: str) -> Iterator[Path]:
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_ours(folder):
         raise PermissionError(f"{folder} belongs to another user or is open to others")
+    _remove_unfinished(folder)
     number, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
     path = Path(name)
     with open(number, "w", encoding="utf-8") as file:
@@ -46,6 +48,14 @@ def published(address: str) -> Iterator[Path]:
             yield path
         finally:
             path.unlink(missing_ok=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What processes left that were killed before their files had a name that is read."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another one removes it too
+            if path.suffix != _SUFFIX and path.stat().st_mtime < time.time() - _UNFINISHED_S:
+                path.unlink()
 
 
 def running_address() -> str | None:

@@ -95,11 +95,16 @@ def generate(
         "num_speculative_tokens": num_speculative_tokens,
         "exactness": exactness,
     }
+    from_options = tuple(request)
     if chat_template:
         request["messages"] = [{"role": "user", "content": text}]
     else:
         request["prompt"] = text
-    with opt.coordinator_address(address) as found, Client(found) as client:
+    with (
+        opt.named_as_options(from_options),
+        opt.coordinator_address(address) as found,
+        Client(found) as client,
+    ):
         if as_json:
             print(json.dumps(asdict(client.generate(**request)), ensure_ascii=False))
             return

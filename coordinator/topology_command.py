@@ -16,7 +16,15 @@ from coordinator import topology_view as view
 from coordinator.bench_report import console
 from coordinator.footprint import DTYPE_BYTES, Footprint, Room, read_footprint, rooms
 from coordinator.topology import Work
-from coordinator.topology_inputs import Workers, ask, missing, row_bytes, taus_of, work
+from coordinator.topology_inputs import (
+    Workers,
+    ask,
+    check_given,
+    missing,
+    row_bytes,
+    taus_of,
+    work,
+)
 from coordinator.topology_link import Link
 from coordinator.topology_measured import read_report
 from coordinator.topology_report import Report, compare
@@ -115,9 +123,16 @@ def plan(
       specwire plan --k 7 --tau 2.7 --verify-ms 20 --plain-ms 17 --draft-ms 5 --rtt-ms 2
       specwire plan --target ./8B --draft ./8B-DFlash --from gpu:7001 --memory-gb 80 --k 7 --tau 4
     """
-    given_any = workers, plain_ms, verify_ms, draft_ms, k, tau, acceptance, target, draft
-    if from_bench is None and not any(given_any):
+    by_hand = {
+        "--plain-ms": plain_ms,
+        "--verify-ms": verify_ms,
+        "--draft-ms": draft_ms,
+        "--colocated-draft-ms": colocated_draft_ms,
+    }
+    texts = acceptance, target, draft, *by_hand.values()
+    if not (from_bench or workers or any(texts)) and k is None and tau is None:
         raise SpecwireError(Reason.SETTINGS_INVALID, _NOTHING)
+    check_given(k, tau, acceptance, by_hand)
     _check(kv_dtype, rtt_ms, bandwidth_gbit, exchange_ms, target_rtt_ms, session_ms)
     told = ask(workers or (), method)
     timed = partial(

@@ -5,7 +5,7 @@ running workers tell in GetInfo.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,20 @@ def missing(flag: str, accepted: str) -> SpecwireError:
     """For an option that is needed beside what was given."""
     found = {"field": flag, "value": "", "accepted": accepted}
     return SpecwireError(Reason.FIELD_INVALID, f"{flag} is missing; accepted: {accepted}", found)
+
+
+def check_given(
+    k: int | None, given_tau: float | None, acceptance: str, by_hand: Mapping[str, str]
+) -> None:
+    """Each value by itself, before anything is missed beside it; `by_hand`: times by option."""
+    if k is not None and not 1 <= k <= _MOST_K:
+        raise SpecwireError.field("--k", k, f"1 to {_MOST_K}")
+    if given_tau is not None and not 1.0 <= given_tau <= _MOST_K + 1:
+        raise SpecwireError.field("--tau", given_tau, "1 to K + 1: tokens of a round")
+    if acceptance:
+        acceptances(acceptance)
+    for flag, text in by_hand.items():
+        times(flag, text, 0)
 
 
 def taus_of(k: int | None, given_tau: float | None, acceptance: str, most: int) -> dict[int, float]:

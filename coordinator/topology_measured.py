@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -76,6 +76,8 @@ def read_report(path: Path) -> Measurements:
         raise _refused(path, f"a file that can be read ({error.strerror})") from None
     except ValueError as error:
         raise _refused(path, f"JSON ({error})") from None
+    except RecursionError:
+        raise _refused(path, "JSON that is not nested so deeply") from None
     try:
         if isinstance(report, list):
             return Measurements(tuple(_cells(report)), loaded=True)
@@ -96,8 +98,17 @@ def _wanted(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"])) or "all of it"
     if first["type"] == "missing":
         return f"a value for {where}"
+    if first["type"] in ("model_type", "dict_type"):
+        return f"an object for {where} (now {first.get('input')!r:.60})"
     kind = re.sub(r"^Input should be |, unable to parse .*$", "", first["msg"])
     return f"{kind} for {where} (now {first.get('input')!r:.60})"
+
+
+# Of the rounds in a phase: the coordinator measures one and the client the other.
+_LONGEST = 1.25
+# No more than can be computed with.
+_Count = Annotated[int, Field(ge=0, le=10**12)]
+_Figure = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class _Mode(BaseModel):
@@ -105,12 +116,12 @@ class _Mode(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    rounds: int = Field(ge=0)
-    decoded_tokens: int = Field(ge=0)
-    draft_tokens: int = Field(ge=0)
-    decode_tokens_per_s: float | None = Field(ge=0)
-    outside_ms_p50: float | None = Field(ge=0)
-    phase_ms: dict[str, float]
+    rounds: _Count
+    decoded_tokens: _Count
+    draft_tokens: _Count
+    decode_tokens_per_s: _Figure | None
+    outside_ms_p50: _Figure | None
+    phase_ms: dict[str, _Figure]
 
 
 class _Environment(BaseModel):
@@ -125,9 +136,14 @@ class _Bench(BaseModel):
 
 def _modes(report: _Bench) -> Iterator[Measured]:
     environment = report.environment
-    for label, mode in report.modes.items():
-        if not (mode.rounds and mode.decode_tokens_per_s and mode.outside_ms_p50 is not None):
-            continue
+    found = {
+        label: mode
+        for label, mode in report.modes.items()
+        if mode.rounds and mode.decode_tokens_per_s and mode.outside_ms_p50 is not None
+    }
+    if not found:
+        raise LookupError("modes that were measured")
+    for label, mode in found.items():
         if label not in environment.methods:
             raise LookupError(f"environment.methods with the mode {label!r}")
         yield _mode(label, environment.methods[label], environment.exactness, mode)
@@ -139,13 +155,17 @@ def _mode(label: str, method: str, usual: str, mode: _Mode) -> Measured:
     rounds, outside = mode.rounds, mode.outside_ms_p50
     tau = mode.decoded_tokens / rounds
     # Of both together; the phases of a separate draft and of a target have waiting in them.
-    computed = 1e3 * tau / mode.decode_tokens_per_s - outside
+    round_ms = 1e3 * tau / mode.decode_tokens_per_s
+    computed = round_ms - outside
     phase = "draft" if method.endswith(f"@{COLOCATED}") else "verify"
     verify = computed
     if method != PLAIN:
         if phase not in mode.phase_ms:
             raise LookupError(f"modes.{label}.phase_ms with {phase!r}")
         known = mode.phase_ms[phase] / rounds
+        if known > _LONGEST * round_ms:
+            of_rounds = f"no more than its rounds, {rounds * round_ms:.6g} ms"
+            raise LookupError(f"modes.{label}.phase_ms.{phase} with {of_rounds}")
         verify = computed - known if phase == "draft" else known
     return Measured(
         label=label,
@@ -166,14 +186,14 @@ class _Cell(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     mode: str
-    sessions: int = Field(ge=1)
-    tokens_per_s: float = Field(ge=0)
-    tau: float = Field(gt=0)
-    k: float = Field(ge=0)
+    sessions: int = Field(ge=1, le=10**6)
+    tokens_per_s: _Figure
+    tau: _Figure = Field(gt=0)
+    k: _Figure
     drafted: float = Field(1.0, ge=0, le=1)
-    outside_ms: float | None = Field(ge=0)
-    verify_ms: float | None = Field(None, gt=0)
-    draft_ms: float | None = Field(None, ge=0)
+    outside_ms: _Figure | None
+    verify_ms: _Figure | None = Field(None, gt=0)
+    draft_ms: _Figure | None = None
 
 
 def _cells(report: Sequence[Any]) -> list[Measured]:

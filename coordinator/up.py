@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +19,8 @@ from coordinator.local import (
     colocatable,
     parse_extra,
 )
-from coordinator.options import say, terminated_cleanly
+from coordinator.options import say
+from coordinator.signals import STOPS, at_signals, terminated_cleanly
 from specwire.errors import Reason, SpecwireError
 
 WATCH_S = 0.2
@@ -102,7 +101,7 @@ def up(
     with (
         terminated_cleanly(),
         LocalDeployment(options, say) as deployment,
-        _stopped_by_signals(stop),
+        at_signals(stop.set, *STOPS),
         _published(deployment.address) as found_by_itself,
     ):
         print(f"serving at {deployment.address}", flush=True)
@@ -135,17 +134,3 @@ def _published(address: str) -> Iterator[bool]:
         if before is not None:
             say(f"other commands use this deployment now; until it ends, {before} needs --address")
         yield True
-
-
-@contextmanager
-def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    def ask(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, ask) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
@@ -18,6 +19,8 @@ from specwire.v1 import draft_pb2_grpc
 
 _SWEEP_S = 0.1
 _DRAINED_S = 0.02
+# In which a coordinator whose link broke has a new one; its first attempts are 0.1 s apart.
+_RECONNECTED_S = 0.3
 
 
 class DraftHost:
@@ -86,9 +89,14 @@ class DraftHost:
         return self._host.addresses[0]
 
     async def _drained(self) -> None:
-        """Until no session is left whose coordinator is there: idle links are not waited for."""
+        """Until no session is left whose coordinator is there, or may be connecting again: idle
+        links are not waited for."""
+        now = asyncio.get_running_loop().time
+        heard = defaultdict[int, float](now)
         while True:
-            if not (self.protocol.sessions and self._servicer.links):
+            heard.update(dict.fromkeys(self._servicer.linked, now()))
+            last = max((heard[s.key.coordinator] for s in self.protocol.sessions), default=0.0)
+            if now() >= last + _RECONNECTED_S:
                 return
             await asyncio.sleep(_DRAINED_S)
 

@@ -44,14 +44,29 @@ async def _reading(read: Coroutine[Any, Any, None], outbox: Outbox[Answer]) -> A
         reader.cancel()
 
 
+def _coordinator(item: draft_pb2.DraftItem) -> int:
+    """Incarnation of the coordinator that sent it; 0: an item of no kind that is known."""
+    kind = item.WhichOneof("item")
+    if kind is None:
+        return 0
+    return (
+        item.heartbeat.coordinator if kind == "heartbeat" else getattr(item, kind).key.coordinator
+    )
+
+
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One draft service. `incarnation` names this life of the process."""
 
     def __init__(self, protocol: Protocol, *, incarnation: int, push_address: str) -> None:
         self._protocol, self._push_address = protocol, push_address
         self._incarnation = incarnation
-        # Of coordinators, open now.
-        self.links = 0
+        # The coordinators heard of on each link that is open.
+        self._links: list[set[int]] = []
+
+    @property
+    def linked(self) -> frozenset[int]:
+        """Incarnations of the coordinators that have a link open, and have said something on it."""
+        return frozenset().union(*self._links)
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: Any
@@ -70,9 +85,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.DraftServiceLinkRequest], context: Any
     ) -> AsyncIterator[draft_pb2.DraftServiceLinkResponse]:
         outbox: Outbox[draft_pb2.DraftReply] = Outbox()
-        self.links += 1
+        heard: set[int] = set()
+        self._links.append(heard)
         try:
-            async with _reading(self._read(request_iterator, outbox), outbox):
+            async with _reading(self._read(request_iterator, outbox, heard), outbox):
                 while replies := await outbox.take_all():
                     yield draft_pb2.DraftServiceLinkResponse(
                         incarnation=self._incarnation,
@@ -80,12 +96,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         load=self._load(),
                     )
         finally:
-            self.links -= 1
+            # Not by equality: others may have heard the same.
+            self._links = [link for link in self._links if link is not heard]
 
     async def _read(
         self,
         frames: AsyncIterator[draft_pb2.DraftServiceLinkRequest],
         outbox: Outbox[draft_pb2.DraftReply],
+        heard: set[int],
     ) -> None:
         def reply(message: draft_pb2.DraftReply) -> None:
             self._put(outbox, message)
@@ -93,6 +111,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         try:
             async for frame in frames:
                 for item in frame.items:
+                    heard.add(_coordinator(item))
                     self._protocol.handle(item, reply)
         finally:
             outbox.close()

@@ -14,8 +14,9 @@ def cache_root() -> Path:
     explicit = os.environ.get("SPECWIRE_CACHE")
     if explicit:
         return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specwire"
+    # Not by Path.home(): it raises where the user has no home.
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "specwire"
 
 
 @contextmanager

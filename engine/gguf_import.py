@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,8 +52,11 @@ def convert(path: Path) -> Path:
         return target
     with cache_lock(f"gguf/{target.name}"):
         if not target.is_dir():
-            temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-            temporary.mkdir(parents=True)
+            # Of a process that ended within its conversion: under the lock nobody else is in one.
+            for left in target.parent.glob(f"{target.name}*.tmp"):
+                shutil.rmtree(left)
+            temporary = target.with_name(f"{target.name}.tmp")
+            temporary.mkdir()
             try:
                 _write(path, temporary)
                 temporary.rename(target)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from engine.api import Drafter, Engine, never
+from specwire.errors import Reason, SpecwireError
 from specwire.rpc import new_incarnation
 from specwire.serve import GrpcHost
 from specwire.v1 import common_pb2, target_pb2_grpc
@@ -105,7 +106,8 @@ class TargetApp:
         self._loop_task = asyncio.ensure_future(self.scheduler.run())
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Until somebody stops the service, its engine is given up, or the step loop fails."""
+        """Until somebody stops the service. Raises ENGINE_DOWN when its engine is given up, and
+        what the step loop raises."""
         assert self._loop_task is not None
         waits = [asyncio.ensure_future(e.wait()) for e in (stop, self.engine_down)]
         try:
@@ -115,6 +117,9 @@ class TargetApp:
                 task.cancel()
         if self._loop_task.done():
             self._loop_task.result()
+        if self.engine_down.is_set() and not stop.is_set():
+            text = "the engine was given up: one step after another failed, as the log above says"
+            raise SpecwireError(Reason.ENGINE_DOWN, text)
 
     async def stop(self) -> None:
         """Takes no new sessions, lets the running ones end within `drain_ms`, closes everything.

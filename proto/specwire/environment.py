@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -49,14 +50,20 @@ def loaded() -> None:
 
 def leave() -> NoReturn:
     """Ends the process with status 0, at once: to take torch apart first takes the interpreter up
-    to two seconds, and the system frees all by itself. For the end of `__main__` only."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    to two seconds, and the system frees memory and devices by itself. What a thread of it was
+    writing stays half written: the next start removes that. For the end of `__main__` only."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # nobody reads it any more
+                stream.flush()
+    finally:
+        os._exit(0)
 
 
 def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
-    # Not by an exception: it would pass through half-made imports, which may catch it. There is
-    # nothing to clean up yet. Not by `print`: the signal may have come within one.
-    os.write(2, b"stopped while it was starting\n")
-    os._exit(0)
+    # Not by an exception: it would pass through half-made imports, which may catch it. Nothing that
+    # outlives the process is begun yet. Not by `print`: the signal may have come within one.
+    try:
+        os.write(2, b"stopped while it was starting\n")
+    finally:  # where nobody reads it too
+        os._exit(0)

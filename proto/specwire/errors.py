@@ -109,7 +109,8 @@ _UNANSWERED = {
     "that it runs and that this is its address",
     Reason.UNSUPPORTED: "what answers at {address} is no Specwire {role}, or an older one that "
     "does not know this call; check its address and version",
-    Reason.DEADLINE: "the {role} at {address} took longer than the call allowed",
+    Reason.DEADLINE: "the {role} at {address} took longer than the call allowed; where it never "
+    "answers, check that this is its address",
 }
 
 

@@ -7,6 +7,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import uvloop
@@ -43,7 +44,8 @@ async def started(stop: asyncio.Event, start: Coroutine[Any, Any, object]) -> bo
         if starting.done():
             starting.result()
             return True
-        print("stopped while it was starting", file=sys.stderr)
+        with suppress(OSError):  # nobody reads it any more
+            print("stopped while it was starting", file=sys.stderr)
         return False
     finally:
         for task in (starting, stopping):

@@ -1,8 +1,9 @@
-"""A service's process: told to stop at any moment it ends soon, with status 0 and a word."""
+"""A service's process: told to stop it ends soon, with status 0 and a word."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -32,6 +33,21 @@ atexit.register(time.sleep, 20)
 print("done")
 leave()
 """
+# The import is one that catches what is raised within it.
+UNREAD = """
+import os, signal, sys
+from contextlib import suppress
+from specwire.environment import leave, prepare
+prepare()
+if sys.argv[1] == "early":
+    with suppress(OSError):
+        os.kill(os.getpid(), signal.SIGTERM)
+else:
+    sys.stdout = open(1, "w")  # buffered, whatever the environment says
+    sys.stdout.write("x")
+    leave()
+sys.exit(3)
+"""
 
 
 def run(program: str, *argv: str) -> tuple[int, str, str]:
@@ -47,6 +63,15 @@ def test_a_stop_while_libraries_load(module: str) -> None:
 
 def test_nothing_is_taken_apart_at_the_end() -> None:
     assert run(LEFT) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_stop_where_nobody_reads_what_is_said(when: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as closed:
+        ended = subprocess.run([sys.executable, "-c", UNREAD, when], stdout=closed, stderr=closed)
+    assert ended.returncode == 0
 
 
 async def test_a_start_that_takes_long_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:

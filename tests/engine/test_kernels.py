@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.kernels.cpu import ops
+from engine.kernels.cpu import build, ops
 from engine.kernels.cpu.reference import rotate_ref
 from engine.linear import Int8Linear, Mode, NativeLinear, pack_linear
 from engine.noise import gumbel, philox
@@ -216,7 +217,7 @@ def test_argmax_ties_go_to_the_lowest_id() -> None:
 
 CHECK = """
 import torch
-from engine.kernels.cpu import ops
+from engine.kernels.cpu import build, ops
 from engine.linear import pack_linear
 x = torch.ones(2, 8)
 print(ops.available(), "|", ops.unavailable_reason(), "|", ops.rms_norm(x, x[0], 1e-5).sum().item(),
@@ -257,10 +258,36 @@ def test_a_failing_compiler_is_a_reason(tmp_path: Path) -> None:
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
+    """Where one before them ended within its build."""
+    (tmp_path / "kernels" / "build.tmp").mkdir(parents=True)
     with ThreadPoolExecutor(2) as pool:
         outs = list(pool.map(lambda _: _fresh(tmp_path), range(2)))
     assert all(out.startswith("True |") for out in outs)
-    assert len(list((tmp_path / "kernels").iterdir())) == 1
+    suffixes = sorted(path.suffix for path in (tmp_path / "kernels").iterdir())
+    assert suffixes == [".lock", ".so"]
+
+
+def test_what_a_compiler_has_started_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cc` runs other programs, which a service that ends must not leave behind."""
+    monkeypatch.setattr(build, "BUILD_SECONDS", 0.3)
+    started = tmp_path / "started"
+    command = ["sh", "-c", f"sleep 60 & echo $! > {started}; wait"]
+    with pytest.raises(build.BuildUnavailable, match="did not run: TimeoutExpired"):
+        build._run(command)
+    of_it = Path("/proc", started.read_text().strip())
+    deadline = time.monotonic() + 5
+    while _runs(of_it) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(of_it)
+
+
+def _runs(process: Path) -> bool:
+    try:
+        return process.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_native_linear_keeps_its_weight_alive() -> None:

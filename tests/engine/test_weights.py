@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from engine.api import Item, Sampling
 from engine.config import EngineConfig
 from engine.default_model import packaged_gguf, resolve_model, tokenizer_document, tokenizer_hash
 from engine.errors import CheckpointError
-from engine.gguf_import import ARCHITECTURES, hf_name
+from engine.gguf_import import ARCHITECTURES, convert, hf_name
 from engine.loading import load_engine
 from engine.tokenizer import document_from_gguf, read_document
 from engine.weights import cause, fingerprint, shard_names
@@ -319,6 +320,19 @@ def test_gguf_equals_the_model_it_was_made_from(
     assert again == source and source.directory.is_relative_to(cache)
     assert (again.directory / "model.safetensors").stat().st_mtime_ns == stamp
     assert not list(cache.glob("gguf/*.tmp"))
+
+
+def test_what_a_conversion_left_that_was_cut_off_is_removed(tmp_path: Path, cache: Path) -> None:
+    """A container's service is process 1 in each of its lives."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, write_model(tmp_path, "llama").state_dict())
+    found = convert(path)
+    lefts = [found.with_name(f"{found.name}{end}") for end in (".tmp", f".{os.getpid()}.tmp")]
+    for left in lefts:
+        found.rename(left)
+        (left / "config.json").write_text("{")
+        assert convert(path) == found and json.loads((found / "config.json").read_text())
+        assert sorted(p.suffix for p in found.parent.iterdir()) == ["", ".lock"]
 
 
 def test_gguf_refusals(tmp_path: Path, cache: Path) -> None:

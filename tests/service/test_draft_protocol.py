@@ -382,3 +382,33 @@ async def test_draining_waits_for_sessions_and_for_no_idle_link(tmp_path: Path) 
         assert refused.refused.error.reason == "DRAINING" and not stopping.done()
         await link.send(close_item(key))
         await asyncio.wait_for(stopping, 3)
+
+
+async def test_draining_waits_for_those_only_whose_coordinator_is_there(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        service.host._drain_s = 60.0
+        lost, link, key = service.link(), service.link(), session_key(coordinator=6)
+        assert (await lost.ask(open_item(session_key(), [1, 2, 3]))).HasField("opened")
+        assert (await link.ask(open_item(key, [1, 2, 3]))).HasField("opened")
+        lost._call.cancel()
+        stopping = asyncio.ensure_future(service.host.__aexit__())
+        await asyncio.sleep(0.4)
+        assert not stopping.done()
+        assert (await link.ask(close_item(key))).HasField("closed")
+        await asyncio.wait_for(stopping, 0.5)
+
+
+async def test_draining_waits_for_a_coordinator_that_connects_again(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        service.host._drain_s = 60.0
+        lost, key = service.link(), session_key()
+        assert (await lost.ask(open_item(key, [1, 2, 3]))).HasField("opened")
+        lost._call.cancel()
+        stopping = asyncio.ensure_future(service.host.__aexit__())
+        await asyncio.sleep(0.1)
+        link = service.link()
+        assert (await link.ask(advance_item(key, 1, 3, [4], 0))).HasField("proposal")
+        await asyncio.sleep(0.4)
+        assert not stopping.done()
+        await link.send(close_item(key))
+        await asyncio.wait_for(stopping, 3)

@@ -184,6 +184,17 @@ async def test_draining() -> None:
         await asyncio.wait_for(stopping, 3)
 
 
+async def test_an_engine_that_is_given_up_is_an_error() -> None:
+    async with target() as service:
+        stop, app = asyncio.Event(), service.app
+        waiting = asyncio.ensure_future(app.wait(stop))
+        app.engine_down.set()
+        with pytest.raises(SpecwireError, match="the engine was given up"):
+            await asyncio.wait_for(waiting, 3)
+        stop.set()
+        await app.wait(stop)  # told to end all the same, it ends in order
+
+
 def test_settings() -> None:
     loaded = TargetSettings.load(["--kv-pages", "12", "--push-allow", "unix:*,draft:7002"])
     assert loaded.kv_pages == 12 and loaded.push_allow == ("unix:*", "draft:7002")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from coordinator import chat, local, talk, up
 from coordinator.cli import main
 from coordinator.local import LocalDeployment, LocalOptions, child_environment, parse_extra
+from coordinator.signals import STOPS
 from coordinator.talk import shower
 from specwire.client import Acceptance, Client, Delta, Finished, FinishReason, Sampling, Usage
 from specwire.errors import Reason, SpecwireError
@@ -192,6 +195,59 @@ def test_chat_shows_several_answers_and_goes_on_with_the_first(
     assert "there is no /rest; /help lists the commands" in err
 
 
+class _Busy(_Talker):
+    """Is interrupted in its first answer, busy in the second, and talks then."""
+
+    asked: ClassVar[list[list[str]]] = []
+
+    def generate(self, **options: Any) -> Any:
+        self.asked.append([message["content"] for message in options["messages"]])
+        if len(self.asked) == 1:
+            raise KeyboardInterrupt
+        if len(self.asked) == 2:
+            raise SpecwireError(Reason.QUEUE_FULL, "8 of 8 sessions run already")
+        if len(self.asked) == 4:
+            raise SpecwireError.field("sampling.top_p", 7, "(0, 1]")
+        return super().generate(**options)
+
+
+def test_chat_goes_on_after_an_answer_that_did_not_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["cut off", "busy", "/etc", " /etc", "  ", "last"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    monkeypatch.setattr(chat, "Client", _Busy)
+    code = call(monkeypatch, "chat", "-n", "2", "--top-p", "7", "--address", "unix:/none")
+    err = capsys.readouterr().err
+    assert _Busy.asked[:3] == [["cut off"], ["busy"], ["/etc"]]
+    assert [len(said) for said in _Busy.asked] == [1, 1, 1, 3]
+    assert "error: 8 of 8 sessions run already\n" in err
+    assert "there is no /etc; /help lists the commands, a space before it sends it\n" in err
+    assert code == 2 and err.endswith("error: --top-p is 7; accepted: (0, 1]\n")
+    lines, asked = iter(["cut off", "busy", "/quit"]), _Busy.asked
+    asked.clear()
+    code = call(monkeypatch, "chat", "-n", "2", "--address", "unix:/none")
+    assert (len(asked), code) == (2, 1)  # a script sees that an answer is missing
+
+
+def test_errors_name_the_option_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = SpecwireError.field("speculation.method", "nope", "plain", Reason.METHOD_UNKNOWN)
+
+    def stream(self: Client, **options: Any) -> Any:
+        raise refused
+
+    monkeypatch.setattr(Client, "stream", stream)
+    for command in (["generate", "x"], ["generate", "--chat", "x"]):
+        assert call(monkeypatch, *command, "--method", "nope", "--address", "unix:/none") == 1
+        assert capsys.readouterr().err == "error: --method is 'nope'; accepted: plain\n"
+    refused = SpecwireError.field("input", "empty", "a text")
+    assert call(monkeypatch, "generate", "x", "--address", "unix:/none") == 2
+    assert capsys.readouterr().err == "error: input is 'empty'; accepted: a text\n"
+    assert call(monkeypatch, "generate", "-n", "17", "x") == 2
+
+
 def test_several_answers_are_printed_one_after_another(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -287,6 +343,24 @@ def test_a_child_that_fails_ends_the_start_with_the_end_of_its_log() -> None:
     assert caught.value.message.startswith("the target ended with exit status 2:\n  error: ")
     assert "no-such-flag" in caught.value.message and "Traceback" not in caught.value.message
     assert not folder.exists() and not deployment.children
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_second_signal_ends_the_children_at_once(number: int) -> None:
+    """They are given time to end; the folder goes all the same."""
+    deployment = LocalDeployment()
+    folder = Path(deployment.target_address.removeprefix("unix:")).parent
+    deaf = ["sh", "-c", "trap '' TERM; echo deaf; exec sleep 60"]
+    with subprocess.Popen(deaf, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"deaf\n"
+        child = local.Child("coordinator", "", [], folder / "log", process)
+        deployment.children["coordinator"] = child
+        before = signal.getsignal(number)
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
+        timer.start()
+        deployment.stop()
+        assert process.poll() == -signal.SIGKILL and not timer.is_alive()
+    assert not folder.exists() and signal.getsignal(number) is before
 
 
 def test_a_draft_that_ends_is_started_again_and_then_left_away(

@@ -192,6 +192,14 @@ def test_a_bench_run_is_predicted_from_its_other_half(plan: Any, tmp_path: Path)
         ({"phase_ms": {}}, "modes.dflash.phase_ms with 'verify'"),
         ({"decode_tokens_per_s": -1}, "for modes.dflash.decode_tokens_per_s (now -1)"),
         ({"outside_ms_p50": "x"}, "a valid number for modes.dflash.outside_ms_p50 (now 'x')"),
+        ({"phase_ms": {"verify": -5}}, "for modes.dflash.phase_ms.verify (now -5)"),
+        ({"phase_ms": {"verify": 5e3}}, "phase_ms.verify with no more than its rounds, 1800 ms"),
+        ({"decoded_tokens": 10**400}, "for modes.dflash.decoded_tokens (now 1000"),
+        ({"outside_ms_p50": 10**400}, "for modes.dflash.outside_ms_p50 (now 1000"),
+        ("[" * 100_000, "JSON that is not nested so deeply"),
+        ('"x"', "an object for all of it (now 'x')"),
+        ("[3]", "an object for 0 (now 3)"),
+        ('{"environment": {"methods": {}, "exactness": "exact"}, "modes": {}}', "modes that were"),
     ],
 )
 def test_what_is_wrong_in_a_report_is_said(text: Any, said: str, plan: Any, tmp_path: Path) -> None:
@@ -220,6 +228,15 @@ def test_nothing_given_says_what_is_needed(plan: Any) -> None:
     assert all(word in err for word in needed)
     code, _, err = plan(*GIVEN)
     assert code == 2 and "--tau is missing; accepted: " in err and "unset" not in err
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["--k 0", "--tau 0", "--plain-ms 0", "--colocated-draft-ms x", "--k 65 --tau 2", "--tau nan"],
+)
+def test_a_value_that_cannot_be_is_said_before_what_is_missing(given: str, plan: Any) -> None:
+    code, _, err = plan(*given.split())
+    assert code == 2 and err.startswith(f"error: {given.split()[0]} is ") and "missing" not in err
 
 
 CELLS: list[dict[str, Any]] = [
@@ -283,7 +300,17 @@ def test_a_run_with_many_sessions_tells_its_own_steps(plan: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("drafted", 7), ("sessions", 0), ("tau", 0), ("k", "some"), ("mode", None), ("k", math.nan)],
+    [
+        ("drafted", 7),
+        ("sessions", 0),
+        ("tau", 0),
+        ("k", "some"),
+        ("mode", None),
+        ("k", math.nan),
+        ("sessions", 10**400),
+        ("draft_ms", -1),
+        ("verify_ms", 0),
+    ],
 )
 def test_a_report_of_what_cannot_be_is_refused(
     field: str, value: Any, plan: Any, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,14 @@ def test_a_broken_file_is_left_out() -> None:
     with runtime_file.published("unix:/x"), runtime_file.published("unix:/y") as path:
         path.write_text("{")
         assert runtime_file.running_address() == "unix:/x"
+
+
+def test_what_one_left_that_was_killed_as_it_began_is_removed() -> None:
+    folder = runtime_file.runtime_folder()
+    folder.mkdir(mode=0o700)
+    old, new = folder / "up-abcdefgh", folder / "up-ijklmnop"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    with runtime_file.published("unix:/x") as path:
+        assert set(folder.iterdir()) == {new, path}

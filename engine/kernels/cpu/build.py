@@ -13,11 +13,13 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
+
+from engine.cache_dir import cache_lock, cache_root
 
 SOURCES = ("gemm.c", "attention.c", "ops.c", "gumbel.c")
 HEADERS = ("vec.h", "attention_kv.h")
@@ -26,18 +28,22 @@ FLAGS = (
     *("-fno-math-errno", "-fopenmp", "-fPIC", "-w"),
 )
 BUILD_SECONDS = 120
+# Runs the compiler, and ends it and what it has started once stdin ends: it ends with the service,
+# however that ends, and a compiler that is ended removes its temporary files.
+_GUARDED = """
+exec 3<&0
+"$@" </dev/null 3<&- &
+compiler=$!
+(read -r _ <&3; kill 0) >/dev/null 2>&1 &
+wait $compiler
+status=$?
+kill $!
+exit $status
+"""
 
 
 class BuildUnavailable(Exception):
     """The kernels cannot be had here; the text says why."""
-
-
-def cache_directory() -> Path:
-    """Where libraries are kept: SPECWIRE_CACHE, else the user's cache directory."""
-    if chosen := os.environ.get("SPECWIRE_CACHE"):
-        return Path(chosen) / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "specwire" / "kernels"
 
 
 def _cpu_model() -> str:
@@ -51,12 +57,23 @@ def _cpu_model() -> str:
 
 
 def _run(command: list[str]) -> str:
+    if shutil.which(command[0]) is None:
+        raise BuildUnavailable(f"no C compiler ({Path(command[0]).name} not found)")
+    end, held = os.pipe()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-    except FileNotFoundError:
-        raise BuildUnavailable(f"no C compiler ({Path(command[0]).name} not found)") from None
+        done = subprocess.run(
+            ["sh", "-c", _GUARDED, "sh", *command],
+            stdin=end,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_SECONDS,
+            start_new_session=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildUnavailable(f"the C compiler did not run: {type(error).__name__}") from None
+    finally:
+        os.close(end)
+        os.close(held)
     if done.returncode != 0:
         # Only the text behind "error:": what stands before it is a path.
         errors = [line for line in done.stderr.splitlines() if "error:" in line]
@@ -72,29 +89,38 @@ def _key(compiler: list[str], folder: Path) -> str:
 
 
 def build_library() -> Path:
-    """Path of the compiled library.
-
-    Processes that start together build side by side; the last rename wins, and all are equal.
-    """
+    """Path of the compiled library. Of processes that start together one builds, and the others
+    wait for it."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     folder = Path(__file__).parent
-    library = cache_directory() / f"specwire-{_key(compiler, folder)}.so"
+    library = cache_root() / "kernels" / f"specwire-{_key(compiler, folder)}.so"
     if library.exists():
         return library
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            objects = []
-            for name in SOURCES:
-                objects.append(str(Path(scratch) / f"{name}.o"))
-                _run([*compiler, *FLAGS, "-c", str(folder / name), "-o", objects[-1]])
-            built = Path(scratch) / "library.so"
-            # Linked without -fopenmp: the GOMP symbols stay open until the runtime is found.
-            _run([*compiler, "-shared", "-o", str(built), *objects])
-            built.replace(library)
+        with cache_lock("kernels/build"):
+            if not library.exists():
+                _build(compiler, folder, library)
     except OSError as error:
         raise BuildUnavailable(f"the kernel cache cannot be written: {error.strerror}") from None
     return library
+
+
+def _build(compiler: list[str], folder: Path, library: Path) -> None:
+    """Under the lock: a scratch folder that is there is of a process that ended within a build."""
+    scratch = library.parent / "build.tmp"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        objects = []
+        for name in SOURCES:
+            objects.append(str(scratch / f"{name}.o"))
+            _run([*compiler, *FLAGS, "-c", str(folder / name), "-o", objects[-1]])
+        built = scratch / "library.so"
+        # Linked without -fopenmp: the GOMP symbols stay open until the runtime is found.
+        _run([*compiler, "-shared", "-o", str(built), *objects])
+        built.replace(library)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _load_openmp() -> None:
