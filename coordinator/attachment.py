@@ -9,123 +9,24 @@ import asyncio
 from dataclasses import replace
 
 from coordinator.draft_session import end
-from coordinator.draft_worker import DraftWorker
-from coordinator.drafters import COLOCATED, SEPARATE, Wanted
-from coordinator.following import Following
-from coordinator.placement import Group
-from coordinator.record import Record
-from coordinator.target_worker import TargetWorker
-from specwire.v1 import common_pb2, target_pb2
+from coordinator.drafters import COLOCATED, SEPARATE
+from coordinator.offers import Choice
+from coordinator.opening import Opening
+from specwire.v1 import common_pb2
 
 # Tries to attach again are at least this far apart.
 _ATTACH_PAUSE_S = 0.3
-# A drafter that reads rows and gets them from nowhere is worth opening the target again for when
-# so many tokens are still to come: at least these, and at least this share of the context.
-_REOPEN_TOKENS, _REOPEN_SHARE = 32, 8
+# So often the target is opened again for a drafter that reads rows and gets them from nowhere,
+# because another was lost.
 _REOPENS = 2
 
 
-class Attachment(Following):
-    def __init__(
-        self,
-        group: Group,
-        target: TargetWorker,
-        wanted: Wanted | None,
-        sampling: common_pb2.Sampling,
-        k: int,
-        deadline: float | None,
-        record: Record,
-        adaptive: bool = False,
-    ) -> None:
-        super().__init__(group, target, sampling, k, deadline, record, adaptive)
-        self.given_up = wanted is None
-        # Whether the drafter is in the target's process: it needs no opening, and sees the session.
-        self.colocated = False
-        # Slack for the first proposal, which takes in the whole context.
-        self.grace_s = 0.0
-        self._wanted = wanted or Wanted("")
-        self._try_at = 0.0
-        self._reopens = 0
+class Attachment(Opening):
+    """Where nothing is attached `reattach` looks for a drafter, between the session's steps.
 
-    @property
-    def attached(self) -> bool:
-        """Whether the drafter follows the session."""
-        return self.colocated or (self.mail is not None and not self._opening)
-
-    @property
-    def direct(self) -> bool:
-        """Whether the target can ask the draft service itself, on the stream of its rows."""
-        choice = self.choice
-        return (
-            choice is not None
-            and self.mail is not None
-            and not self.mail.failed
-            and self._rows_at is choice.worker
-            and self.target.asks_drafts
-            and isinstance(choice.worker, DraftWorker)
-            and choice.worker.answers_targets
-        )
-
-    # -- opening ---------------------------------------------------------------------------------
-
-    async def open(self, key: common_pb2.SessionKey, ids: list[int], target: TargetWorker) -> None:
-        """Opens a drafter that fits the target for a generation; after a bounded wait it is
-        attached or not."""
-        self.detach()
-        before, self.key, self.target, self._rows_at = self.key, key, target, None
-        self.away = None
-        if self.given_up:
-            return
-        self._choose(ids, before)
-        if self.choice is None or not self.choice.worker.link.ready:
-            self._record.fell_back("draft_down")
-            return
-        if self.choice.placement == COLOCATED:
-            self.colocated, self._record.placement = True, COLOCATED
-            return
-        followed = self.choice
-        if self._stay_away():
-            end(followed, before)
-            return
-        wait_ms = self._settings.draft_open_ms
-        if self.choice.standing.breaker.open:
-            # It may follow, so that it can be asked later, but nobody waits for it.
-            wait_ms = min(wait_ms, self._settings.proposal_wait_min_ms)
-        if self._send_open(ids):
-            limit = asyncio.get_running_loop().time() + wait_ms / 1000
-            await self._await_opened(self.capped(limit))
-
-    def _choose(self, ids: list[int], key: common_pb2.SessionKey) -> None:
-        """The best drafter that fits the target now. One that followed the session as `key` and
-        fits is kept among its like; another is told that it is over."""
-        before = self.choice
-        worker = before.worker if before is not None else None
-        self.choice = self._group.offers.drafter(self._wanted, self.target, ids, keep=worker)
-        if self.choice is None or self.choice.worker is not worker:
-            end(before, key)
-
-    def push_to(self) -> target_pb2.PushTo | None:
-        """Where the target sends rows; asked once the drafter is open."""
-        choice = self.choice if self.attached else None
-        if choice is None or self.colocated or not choice.drafter.needs_rows:
-            return None
-        assert isinstance(choice.worker, DraftWorker)
-        self._rows_at = choice.worker
-        return target_pb2.PushTo(
-            address=choice.worker.push_address,
-            draft_incarnation=choice.worker.link.incarnation,
-            format=choice.drafter.row_format,
-        )
-
-    def beside(self, then_propose: int) -> target_pb2.ColocatedDraft | None:
-        """The drafter that the target is to use in its own process, and what it proposes first."""
-        if self.choice is None or not self.colocated:
-            return None
-        return target_pb2.ColocatedDraft(
-            method=self.choice.drafter.method,
-            max_draft_tokens=min(self._k, self.choice.drafter.max_draft_tokens),
-            then_propose=then_propose,
-        )
+    The target sends rows only where it was opened to. So it is opened again, but no sooner than the
+    drafter has been, for the generation to come: its steps wait for no drafter meanwhile.
+    """
 
     def refused(self, cause: str) -> None:
         """The target does not serve this drafter, or sends no rows to it: it is of no use to this
@@ -139,68 +40,115 @@ class Attachment(Following):
         else:
             self.give_up()
 
-    # -- losing and attaching again --------------------------------------------------------------
-
-    def reattach(self, step_id: int, ids: list[int], left: int) -> bool:
-        """Called between steps while nothing is attached, with `left` tokens to come: opens a
-        drafter with all committed ids, without waiting. True: the target must be opened again,
-        since a drafter needs rows and gets none, or is the target's own."""
+    def reattach(self, step_id: int, ids: list[int]) -> bool:
+        """Called between steps while nothing is attached: opens a drafter with all committed ids,
+        without waiting. True: the target must be opened again, since a drafter is the target's own,
+        or needs rows, gets none, and has been opened (`ahead`)."""
         if self.given_up or self.attached:
             return False
         if self._opening:
-            self._finish_reattach(step_id, ids)
-            return False
+            return self._finish_reattach(step_id, ids)
         now = asyncio.get_running_loop().time()
         if now < self._try_at:
             return False
         self._try_at = now + _ATTACH_PAUSE_S
-        recalled = self._recalled()
-        if self.away is not None and not recalled:
+        recalled = self.away is not None
+        if recalled and not self._recalled():
             return False
-        self.away = None
         self._choose(ids, self.key)
+        if self._usable(len(ids)):
+            return self._begin_reattach(ids)
+        if recalled:
+            self.choice = None
+        return False
+
+    def _usable(self, length: int) -> bool:
+        """Whether the chosen drafter may follow the session now, and is worth what that takes. A
+        session that was called back, and is not worth it, is none that lost its drafter."""
         choice = self.choice
         if choice is None or not choice.worker.link.ready or choice.standing.breaker.open:
             return False
+        if self._stay_away(self.key):
+            return False
+        if not self._opens_target(choice):
+            return True
+        recalled = self.away is not None
+        worth = self._worth_reopening(length) and (recalled or self._reopens < _REOPENS)
+        if not (worth or recalled):
+            self._record.fell_back("rows_unavailable")
+            self.give_up()
+        return worth
+
+    def _opens_target(self, choice: Choice) -> bool:
         reads = choice.drafter.needs_rows and self._rows_at is not choice.worker
-        if choice.placement == COLOCATED or reads:
-            return self._worth_reopening(len(ids), left, recalled)
+        return reads or choice.placement == COLOCATED
+
+    def _begin_reattach(self, ids: list[int]) -> bool:
+        choice = self.choice
+        assert choice is not None
+        if self.away is not None:
+            self._pause.called_back()
+        if choice.placement == COLOCATED:
+            return self._reopening()
+        self.ahead = self._opens_target(choice)
+        if self.ahead:
+            # The target goes on meanwhile, and is opened again once the drafter answers.
+            self.generation += 1
+            self.key = common_pb2.SessionKey()
+            self.key.CopyFrom(self._target_key)
+            self.key.generation = self.generation
+            until_s = self._settings.draft_open_ms / 1000
+            self._open_until = asyncio.get_running_loop().time() + until_s
+            self._open_asked = choice.standing.breaker.clock()
         self._send_open(ids)
         return False
 
-    def _worth_reopening(self, context: int, left: int, recalled: bool) -> bool:
-        """`recalled`: nothing was lost, so that it counts as no loss."""
-        worth = left >= _REOPEN_TOKENS and left * _REOPEN_SHARE >= context
-        if not worth or (self._reopens >= _REOPENS and not recalled):
-            self._record.fell_back("rows_unavailable")
-            self.give_up()
-            return False
-        self._reopens += not recalled
+    def _reopening(self) -> bool:
+        """One that was called back had lost nothing: that counts as no loss."""
+        self._reopens += self.away is None
         self._record.fell_back("rows_elsewhere")
         return True
 
-    def _finish_reattach(self, step_id: int, ids: list[int]) -> None:
+    def _finish_reattach(self, step_id: int, ids: list[int]) -> bool:
+        choice = self.choice
+        assert choice is not None
         if self.mail is None or self.mail.failed:
             self.lose("draft_lost")
-            return
+            return False
         got = self.mail.take()
         if got is None:
-            return
+            if self.ahead and asyncio.get_running_loop().time() > self._open_until:
+                choice.standing.breaker.failure(self._open_asked)
+                self.lose("open_late")
+            return False
         self._take_opened(got[1])
-        if not self.attached or self.choice is None:
-            return
+        if not self.attached:
+            return False
+        if self.ahead:
+            return not self._stay_away(self.key) and self._reopening()
+        self.away = None
         self.grace_s = max(self.grace_s, self._settings.draft_open_ms / 1000)
-        if not self.choice.drafter.needs_rows:
-            return
-        self._rows_again(step_id, ids, self.have_rows)
+        if choice.drafter.needs_rows:
+            self._rows_again(step_id, ids, self.have_rows)
+        return False
+
+    def begin_ahead(self) -> common_pb2.SessionKey:
+        """The target is opened for the generation that the drafter has been opened for."""
+        self._target_key, self._rows_at, self.away, self.ahead = self.key, None, None, False
+        self.have_rows = min(self.have_rows, self.told - 1)
+        return self.key
+
+    def lose(self, cause: str) -> None:
+        super().lose(cause)
+        if self.away is not None:
+            self.leave()  # it was called back, and no drafter came
+        elif self.ahead:
+            end(self.choice, self.key)
+            self.key, self.ahead = self._target_key, False
 
     def give_up(self) -> None:
         self.given_up = True
         self.close()
-
-    def detach(self) -> None:
-        super().detach()
-        self.colocated = False
 
     def close(self) -> None:
         """Tells the drafter that the session is over. Safe to repeat."""

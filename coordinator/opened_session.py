@@ -59,6 +59,7 @@ class OpenedSession:
             deadline=spec.deadline,
             record=self.record,
             adaptive=spec.adaptive_k,
+            ends_at=len(spec.prompt) + answer.max_tokens,
         )
         self._plan = Plan(self._drafter, group.settings, self.record, spec.k, spec.adaptive_k)
         self._drafting = self._drafting_here()
@@ -87,8 +88,20 @@ class OpenedSession:
         """Draft first, target second: rows must find their session."""
         if self._parent is not None:
             await self._parent.shareable.wait()
-        self.key = self._key(self.key.generation + 1)
+        self.key = self._key(self._drafter.generation + 1)
         await self._drafter.open(self.key, self._ids, self.target)
+        self._begin()
+
+    async def _open_again(self) -> None:
+        """For a drafter that the target was not opened for."""
+        self._steps.close()
+        if not self._drafter.ahead:
+            await self._open()
+            return
+        self.key = self._drafter.begin_ahead()
+        self._begin()
+
+    def _begin(self) -> None:
         self._plan.begin()
         self._drafting = self._drafting_here()
         push_to = self._drafter.push_to()

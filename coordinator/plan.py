@@ -118,11 +118,13 @@ class Plan:
         return "plain_measured" if asked.trying else "does_not_pay"
 
     def _without(self, choice: Choice) -> str:
-        """Why a session goes on that this drafter does not follow, for the same reason."""
+        """Why a session goes on that this drafter does not follow: for the same reason, or since it
+        has not been called back."""
         self._asked = asked = self._at.yields_with(choice)
         self._drafts = self._follows = False
-        tried = asked.trying and not asked.allows(self._at.target.busy)
-        return "plain_measured" if tried else "does_not_pay"
+        if asked.allows(self._at.target.busy):
+            return "not_followed"
+        return "plain_measured" if asked.trying else "does_not_pay"
 
     def _plain(self, why: str, steps: int) -> int:
         self._why_plain, self._plain_steps = why, steps

@@ -103,10 +103,9 @@ class Session(OpenedSession):
     async def _next(self) -> None:
         """Sends the next step; without a drafter, tries to get one again first."""
         draft = await self._drafting.proposal()
-        left, step = self.spec.answer.max_tokens - self.emitted, self._steps.step
-        if not self._drafter.attached and self._drafter.reattach(step, self._ids, left):
-            self._steps.close()
-            await self._open()
+        attached = self._drafter.attached
+        if not attached and self._drafter.reattach(self._steps.step, self._ids):
+            await self._open_again()
         else:
             self._send(draft)
 

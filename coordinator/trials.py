@@ -158,7 +158,8 @@ class Load:
         that they do."""
         if abs(sessions - self.sessions) > slack(self.sessions) or now - self.left > STALE_S:
             self.recent.clear()
-            self.trial, self.wins = False, 0
+            if self.trial:
+                self.cut_off()
         self.sessions = sessions
 
     def leave(self, now: float) -> None:
@@ -170,6 +171,11 @@ class Load:
             if self.pause > _FIRST or self.tries > _TRIES:
                 self.waited, self.pause = 0, max(_PAUSE, self.pause)
         self.left = now
+
+    def cut_off(self) -> None:
+        """A trial that went on when the load changed does not any more. It counts as lost, or a
+        load that swings would have sessions called back for nothing each time."""
+        self._lost(self.left, 0.0)
 
     def disturbed(self) -> None:
         """What was measured is compared with nothing that comes, and drafting goes on."""

@@ -64,6 +64,8 @@ class Yields:
     def recalls(self, sessions: int, now: float) -> bool:
         """Whether the drafter is to follow a session again which is in the middle of its text: once
         that is no passing thought, since its rows have to be computed again."""
+        if not (self.allows(sessions) or self._gathers is not None):
+            return False  # few are followed, whether they draft or not
         return self.follows(sessions) and self._since is not None and now >= self._since + BACK_S
 
     @property
@@ -170,7 +172,9 @@ class Yields:
         self._governed, self._followed = 0, 0
         gathers = self._gathers
         if gathers is not None and gathers is not self._load and now > gathers.left + STALE_S:
-            gathers.trial, self._gathers = False, None  # that load has not come back
+            self._gathers = None  # that load has not come back
+            if gathers.trial:
+                gathers.cut_off()
         elif gathers is not None and not gathers.trial:
             self._gathers = None
         if not self._follows:

@@ -189,12 +189,15 @@ class Intake:
         session = self._find(link, key_of(request.key))
         if session is None:
             return
-        if session.sink is None:
-            raise SpecwireError(Reason.ROWS_REFUSED, "the session was opened without push_to")
         wanted, first = getattr(request, "from"), len(session.ids) - 1
-        if wanted >= session.spec.limit_len:
+        if session.spec.taps and wanted >= session.spec.limit_len:
             session.drop_rows()
             return
+        if session.sink is None:
+            text = "no rows of the session are wanted any more, since an ExportRows said so"
+            if not session.spec.taps:
+                text = "the session was opened without push_to"
+            raise SpecwireError(Reason.ROWS_REFUSED, text)
         for start, rows in session.history.since(wanted):
             session.sink.push(max(0, session.done_step), start, rows)
             first = min(first, start)

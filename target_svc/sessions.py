@@ -204,6 +204,8 @@ class Session:
         if self.sink is not None:
             self.sink.release()
             self.sink = None
+        self.history.truncate(0)
+        self.waiting_from = None
 
     def truncate(self, length: int) -> None:
         """Back to `length` committed tokens; the anchor's KV and rows go too."""

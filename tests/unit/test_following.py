@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 
+from coordinator.following import Pause
 from coordinator.yields import Yields
 
 FREE_RUN, ANSWER, RATE, K = 32, 128, 0.5, 3
@@ -25,6 +26,7 @@ class Member:
     k: int = 0
     ahead: int = 0
     drafts: bool = False
+    pause: Pause = field(default_factory=Pause)
 
 
 @dataclass
@@ -35,6 +37,7 @@ class World:
     gain: Callable[[int], float]
     cost: float
     answer: int = ANSWER
+    prompt: int = 0
     # Sessions draft where they may; else their policies find that it does not pay.
     eager: bool = True
     yields: Yields = field(default_factory=lambda: Yields(leaves=True))
@@ -42,6 +45,7 @@ class World:
     plain_s: float = 0.006
     members: list[Member] = field(default_factory=list)
     opened: int = 0
+    called_back: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(3))
     # Whether most drafted, and most were followed, by round.
     drafted: list[bool] = field(default_factory=list)
@@ -67,11 +71,23 @@ class World:
         if member.follows:
             member.drafts = self.yields.allows(sessions)
             member.follows = member.drafts or self.yields.follows(sessions)
-        elif member.left > 32 and self.yields.recalls(sessions, self.now):
+            if not member.follows:
+                member.pause.left(self.now)
+        elif self.recalls(member):
+            member.pause.called_back()
             member.follows = member.drafts = True
+            self.called_back += 1
         member.drafts = member.drafts and member.follows
         member.k = K if member.drafts and self.eager else 0
         member.ahead = 0 if member.k else FREE_RUN
+
+    def recalls(self, member: Member) -> bool:
+        wanted = self.yields.recalls(len(self.members), self.now)
+        return wanted and self.worth(member.left) and self.now >= member.pause.until
+
+    def worth(self, left: int) -> bool:
+        """As for a drafter that reads rows."""
+        return left >= 32 and 8 * left >= self.prompt + self.answer - left
 
     def round(self) -> int:
         for member in self.members:
