@@ -198,7 +198,8 @@ class Session:
         self.lease_until = now + self.lease_s
 
     def drop_rows(self) -> None:
-        """From now on nobody reads the session's rows, nor answers what it would ask."""
+        """From now on nobody reads the session's rows, kept ones included, nor answers what it
+        would ask. Safe to repeat."""
         if self.held is not None:
             self.held.settle(None)
         if self.sink is not None:

@@ -149,3 +149,6 @@ async def test_one_that_needs_no_rows_comes_back_without_the_target() -> None:
         assert list(result.token_ids) == continuation(PROMPT, 900)
         assert result.acceptance.accepted_tokens > 300
         assert [item.key.generation for item in draft.opens] == [1]
+        # It was off, and then the session was not called back at once.
+        why = result.acceptance.fallbacks
+        assert why["does_not_pay"] > 50 and why["not_followed"] > 50

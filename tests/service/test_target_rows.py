@@ -17,6 +17,7 @@ from target_svc import progress, push_stream
 from target_svc.features import _allowed
 from target_svc.metrics import Metrics
 from target_svc.rows import RowHistory
+from target_svc.sessions import Key
 from target_svc.settings import TargetSettings
 from tests.service.fleet_harness import until
 from tests.service.target_harness import (
@@ -234,9 +235,14 @@ async def test_rows_from_beyond_the_end_are_none_from_now_on(tmp_path: Path) -> 
         assert (verdict.accepted, verdict.rows_start, verdict.rows_count) == (2, 0, 0)
         assert await peer.heartbeat(key()) == []
         assert sum(chunk.count for chunk in draft.chunks) == 70
+        session = service.app.scheduler.sessions.named(Key(1, 1, 1))
+        assert session is not None and session.history.end == 0
         # Once more is as well; what was kept is not to be had again, and no draft is asked.
+        await peer.send(target_pb2.ExportRows(key=key(), **{"from": 2**32 - 1}))
         await peer.send(target_pb2.ExportRows(key=key(), **{"from": 0}))
-        assert (await peer.refused()).error.reason == Reason.ROWS_REFUSED
+        refused = await peer.refused()
+        assert refused.error.reason == Reason.ROWS_REFUSED
+        assert "wanted any more" in refused.error.message
 
 
 async def test_without_a_history_all_rows_are_gone(tmp_path: Path) -> None:

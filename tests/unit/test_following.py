@@ -239,3 +239,26 @@ def test_a_drafter_that_costs_nothing_to_follow_is_left_alone() -> None:
     made.load(16)
     made.run(20)
     assert all(made.followed) and not made.yields.allows(64)
+
+
+@pytest.mark.parametrize("low", [0.6, 1.3])
+@pytest.mark.parametrize(("few", "many"), [(3, 5), (6, 20)])
+def test_a_load_that_swings_calls_nobody_back_for_long(few: int, many: int, low: float) -> None:
+    """Whether drafting wins where they are few or not: contexts are computed again each time."""
+    made = World(lambda sessions: low if sessions <= few else 0.6, 0.2, answer=10**6)
+    made.load(many, at_once=True)
+    made.run(20)
+    made.called_back = 0
+    for _ in range(10):
+        made.load(few)
+        made.run(3)
+        made.load(many, at_once=True)
+        made.run(3)
+    assert made.called_back <= 2 * many
+
+
+def test_contexts_that_are_too_long_to_come_back_bring_no_drafting_that_loses() -> None:
+    made = World(lambda _: 0.6, 1 / 3, answer=800, prompt=8000)
+    made.load(16)
+    made.run(3)
+    assert made.run(40) > 0.95 and made.called_back == 0
