@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from coordinator.yields import Yields
 from engine.api import Item, ItemResult, nothing
@@ -132,6 +133,23 @@ async def test_following_that_costs_is_found_out() -> None:
             if len(draft.opens) <= 3:
                 break
         assert len(draft.opens) <= 3
+
+
+async def test_no_text_waits_for_a_draft_that_does_not_answer() -> None:
+    """A session is called back, and its drafter says nothing for a second."""
+    draft = ScriptedDraft(**row_drafter())
+    async with world(draft, ENGINE) as made:
+        judge, wanted = yields(made), {"on": False}
+        for name in ("allows", "follows", "recalls"):
+            setattr(judge, name, lambda *_: wanted["on"])
+        times: list[float] = []
+        stream = made.client.stream(token_ids=PROMPT, max_tokens=600, return_token_ids=True)
+        draft.silent_open = True
+        async for _ in stream:
+            times.append(time.perf_counter())
+            wanted["on"] = wanted["on"] or times[-1] > times[0] + 0.1
+        assert len(draft.opens) == 1
+        assert max(b - a for a, b in pairwise(times)) < 0.5
 
 
 async def test_one_that_needs_no_rows_comes_back_without_the_target() -> None:

@@ -145,6 +145,17 @@ async def test_a_draft_that_joins_late_takes_rows_of_older_steps(service: Servic
     assert list(reply.proposal.ids) == [4]
 
 
+async def test_a_draft_that_is_opened_before_its_target_takes_all_rows_of_the_open(
+    service: Service,
+) -> None:
+    """A session that is called back: its text went on meanwhile."""
+    link, rows = await opened(service)
+    await rows.push(KEY, 0, 0, [1, 2, 3, 4, 5, 6, 7])
+    reply = await link.ask(advance_item(KEY, 0, 4, [7, 8, 9, 10], 2, rows_count=7))
+    assert list(reply.proposal.ids) == [7, 8] and reply.proposal.base_len == 8
+    assert service.toy.contexts[0].rows.keys() == set(range(7))
+
+
 async def test_a_lower_base_truncates_rows_too(service: Service) -> None:
     link, rows = await opened(service)
     await rows.push(KEY, 0, 0, [1, 2, 3, 4])

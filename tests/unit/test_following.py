@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 
 from coordinator.following import Pause
+from coordinator.trials import Load
 from coordinator.yields import Yields
 
 FREE_RUN, ANSWER, RATE, K = 32, 128, 0.5, 3
@@ -232,6 +233,8 @@ def test_few_are_always_followed() -> None:
     made.load(3)
     made.run(20)
     assert all(made.followed) and not made.yields.allows(3)
+    # But for one that left where there were more: it would do nothing but follow.
+    assert made.yields.follows(3) and not made.yields.recalls(3, made.now + 100)
 
 
 def test_a_drafter_that_costs_nothing_to_follow_is_left_alone() -> None:
@@ -255,6 +258,16 @@ def test_a_load_that_swings_calls_nobody_back_for_long(few: int, many: int, low:
         made.load(many, at_once=True)
         made.run(3)
     assert made.called_back <= 2 * many
+
+
+@pytest.mark.parametrize(("sessions", "after_s"), [(20, 5.0), (30, 0.1)])
+def test_a_trial_that_is_cut_off_is_rare_from_then_on(sessions: int, after_s: float) -> None:
+    """Its sessions come back too late, or others do."""
+    load = Load(plain=True, leaves=True, sessions=20, trial=True, pause=8.0)
+    load.leave(2.0)
+    assert load.trial
+    load.enter(sessions, 2.0 + after_s)
+    assert not load.trial and load.pause * load.window_s >= 16 * 2.0
 
 
 def test_contexts_that_are_too_long_to_come_back_bring_no_drafting_that_loses() -> None:
