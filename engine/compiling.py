@@ -64,8 +64,10 @@ def compile_first(
     """
     if device == "cpu":
         return
-    from triton import AsyncCompileMode
-
+    try:
+        from triton import AsyncCompileMode
+    except ImportError:  # of an older Triton, or there is none: each launch compiles
+        return
     # Within another one nothing would be launched behind it, either.
     assert not _compiling.get()
     failures: tuple[type[Exception], ...] = (RuntimeError, *compile_errors())
