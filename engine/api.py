@@ -76,7 +76,7 @@ class Sampling:
 class ModelInfo:
     """What a loaded model is. `fingerprint` covers config and weights; `numerics` covers device,
     build, dtypes and kernels. `loose`: steps in which no item is `exact` may run other kernels, so
-    that their KV has other bits."""
+    that their KV has other bits. `prefill_chunk`: most rows of a prompt in one step."""
 
     name: str
     fingerprint: str
@@ -89,6 +89,7 @@ class ModelInfo:
     device: str
     dtype: str
     loose: bool = False
+    prefill_chunk: int = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,10 @@ log = logging.getLogger(__name__)
 
 # Each takes some 200 MB meanwhile, and a container may have less of the machine than it sees.
 _AT_ONCE = 16
+
+
+# Whether launches are to compile only, where they are made.
+_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 class _Stopped(RuntimeError):
@@ -59,8 +64,12 @@ def compile_first(
     """
     if device == "cpu":
         return
-    from triton import AsyncCompileMode
-
+    try:
+        from triton import AsyncCompileMode
+    except ImportError:  # of an older Triton, or there is none: each launch compiles
+        return
+    # Within another one nothing would be launched behind it, either.
+    assert not _compiling.get()
     failures: tuple[type[Exception], ...] = (RuntimeError, *compile_errors())
     began = time.perf_counter()
     with _Compilers(stopped) as pool:
@@ -68,7 +77,8 @@ def compile_first(
             with AsyncCompileMode(pool), _nothing_launched(), _Zeros():
                 run()
         except failures as error:
-            log.debug("not compiled ahead: %s", error)
+            if not isinstance(error, _Stopped):
+                log.warning("not all is compiled ahead: %s", error)
     spent = time.perf_counter() - began
     log.info(
         "%d kernels compiled or found in %.1f s, up to %d at once", pool.count, spent, pool.most
@@ -96,17 +106,18 @@ class _Zeros(TorchFunctionMode):
 
 @contextmanager
 def _nothing_launched() -> Iterator[None]:
-    """What Triton calls a warm-up of a kernel, for every launch: of callers that know nothing of
-    it. Nothing else is launched by this process before it serves."""
+    """What Triton calls a warm-up of a kernel, for every launch of this thread: of callers that
+    know nothing of it."""
     from triton.runtime.jit import JITFunction
 
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=True, **options)
+        return launch(self, *args, grid=grid, warmup=warmup or _compiling.get(), **options)
 
-    JITFunction.run = compile_only
+    JITFunction.run, token = compile_only, _compiling.set(True)
     try:
         yield
     finally:
         JITFunction.run = launch
+        _compiling.reset(token)

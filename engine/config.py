@@ -25,7 +25,8 @@ class EngineConfig:
     threads        0 leaves torch's own choice
     exact_width    rows of a verify block in exact mode; only where rows are not independent
     kv_bucket      no exact block crosses a multiple of this; only where rows are not independent
-    prefill_chunk  edge of the absolute grid on which prompts are cut
+    prefill_chunk  most rows of a prompt in one step, and edge of the absolute grid on which prompts
+                   are cut where rows are not independent; None: 256 on a CPU, 1024 on a GPU
     """
 
     model: str = "default"
@@ -43,4 +44,4 @@ class EngineConfig:
     threads: int = 0
     exact_width: int = 8
     kv_bucket: int = 256
-    prefill_chunk: int = 256
+    prefill_chunk: int | None = None

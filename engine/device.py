@@ -105,6 +105,12 @@ def _dtype(
     return known[name]
 
 
+def chunk_of(config: EngineConfig, device: torch.device) -> int:
+    """Most rows of a prompt in one step. On a GPU a step with prompts is launched kernel by kernel,
+    which takes as long for a thousand rows of a small model as for one."""
+    return config.prefill_chunk or (256 if device.type == "cpu" else 1024)
+
+
 def numerics_fingerprint(
     config: EngineConfig,
     mode: Mode,
@@ -124,7 +130,7 @@ def numerics_fingerprint(
         mode,
         attention,
         *_library(attention),
-        str((config.exact_width, config.kv_bucket, config.prefill_chunk, config.page_tokens)),
+        str((config.exact_width, config.kv_bucket, chunk_of(config, device), config.page_tokens)),
         *([f"rope {rope_length}"] if rope_length else []),
     )
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]

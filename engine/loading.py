@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.default_model import resolve_model
 from engine.device import (
     activation_dtype,
+    chunk_of,
     device_name,
     kernel_mode,
     numerics_fingerprint,
@@ -99,6 +100,7 @@ def load_engine(
         eos_token_ids=tuple(special["eos_token_ids"]) or model_config.eos_token_ids,
         device=device_name(device),
         dtype=str(weight_dtype(config.dtype)).removeprefix("torch."),
+        prefill_chunk=chunk_of(config, device),
     )
     stepper: DeviceStepper | None = None
     if device.type == "cuda" or mode == "triton":

@@ -101,7 +101,7 @@ class NativeEngine:
         return min(room, self._config.exact_width, bucket - start % bucket)
 
     def chunk_limit(self, start: int, exact: bool) -> int:
-        chunk = self._config.prefill_chunk
+        chunk = self._info.prefill_chunk
         return chunk - start % chunk if exact and not self._independent else chunk
 
     def stats(self) -> PoolStats:
@@ -113,7 +113,7 @@ class NativeEngine:
     def warm_up(self, wanted: WarmUp) -> int:
         if self._stepper is None:
             return 0
-        return warm.run(self, self._stepper, wanted, self._config.prefill_chunk, self._step)
+        return warm.run(self, self._stepper, wanted, self._info.prefill_chunk, self._step)
 
     def step(
         self, items: Sequence[Item], launched: Callable[[], None] = nothing

@@ -42,8 +42,11 @@ class EngineSettings(BaseModel):
     page_tokens: int = Field(16, ge=1, le=4096, description="tokens of one KV page")
     kv_pages: int | None = Field(None, ge=1, description="KV pages; unset: from kv_memory_mb")
     kv_memory_mb: int = Field(1024, ge=1, description="memory of the KV cache in MiB")
-    prefill_chunk_tokens: int = Field(
-        256, ge=1, description="prompt tokens that one step runs beside those of other sessions"
+    prefill_chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="prompt tokens that one step runs beside those of other sessions; unset: 256 "
+        "on a CPU, 1024 on a GPU",
     )
     warm_sessions: int = Field(
         8,

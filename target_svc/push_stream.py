@@ -93,10 +93,10 @@ class PushStream:
             while not self._queue and not self.users:
                 await self._wait()
             self._hopeful = True
+            self._hurry.clear()
             async with grpc.aio.insecure_channel(self._address, options=options) as channel:
                 worked = await self._connection(draft_pb2_grpc.DraftServiceStub(channel))
             delay = _BACKOFF_S[0] if worked else min(delay * 2, longest)
-            self._hurry.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), delay)
 

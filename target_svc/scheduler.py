@@ -68,7 +68,7 @@ class Scheduler:
         self._progress.on_ready = self._wake.set
         self._batches = BatchBuilder(
             engine,
-            settings.prefill_chunk_tokens,
+            settings.prefill_chunk_tokens or engine.info.prefill_chunk,
             shapes,
             self._residency,
             metrics,

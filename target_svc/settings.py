@@ -40,7 +40,7 @@ class TargetSettings(EngineSettings, ServiceSettings):
     )
     push_max_streams: int = Field(16, ge=1, description="draft addresses with open row streams")
     push_queue_bytes: int = Field(
-        64 * 1024 * 1024,
+        256 * 1024 * 1024,
         ge=1024,
         description="rows waiting for one draft; more are dropped",
     )

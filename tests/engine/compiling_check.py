@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ def _double(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _wrong(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(x + tl.arange(0, N), tl.zeros([N + 1], tl.float32))
+
+
+def join(thread: Thread) -> None:
+    thread.start()
+    thread.join()
 
 
 def kernels_of(kernel: Any) -> list[Any]:
@@ -75,6 +81,19 @@ def main(cache: Path) -> None:
     )
     assert len(found) == 3 and not any(tensor.any() for tensor in found)
     print("zeros")
+
+    try:
+        compile_first("cuda:0", lambda: compile_first("cuda:0", launch(64)))
+    except AssertionError:
+        print("not within itself")
+
+    def elsewhere() -> None:
+        try:
+            launch(16)()
+        except AttributeError:  # of a driver that has no launcher
+            print("others launch")
+
+    compile_first("cuda:0", lambda: join(Thread(target=elsewhere)))
 
     compile_first("cuda:0", launch(64), stopped=lambda: True)
     assert compiled(cache) == 2

@@ -97,7 +97,7 @@ def engine_of(folder: Path) -> tuple[NativeEngine, FakeGraphs]:
 def some_step(rng: random.Random, engine: NativeEngine) -> list[Item]:
     """Up to two prompts' chunks beside the blocks of other sessions, or either alone."""
     sampling = rng.choice([Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.9)])
-    room, asked = engine._config.prefill_chunk, []
+    room, asked = engine.info.prefill_chunk, []
     for _ in range(rng.choice([0, 0, 1, 1, 2])):
         rows = min(room, rng.choice([rng.randint(1, 16), rng.randint(1, 256)]))
         room -= rows

@@ -59,7 +59,7 @@ def test_a_random_pair_in_running_services(
     status = command(
         f"--model {pair}/target --draft {pair}/dflash --set draft.dspark={pair}/dspark "
         "--set draft.methods=dflash,dspark --sessions 1,3 --modes plain,dflash,dspark "
-        f"--k 7 --tau 4 --prompt-tokens 20 --max-tokens 60 --settle 0 --turns 1 --json {report} "
+        f"--k 7 --tau 4 --prompt-tokens 20 --max-tokens 400 --settle 0 --turns 1 --json {report} "
         f"--clients {clients}".split()
     )
     assert status == 0

@@ -95,6 +95,32 @@ async def test_questions_to_nobody_are_lost_at_once(
         await stream.close()
 
 
+async def test_who_comes_during_a_try_that_fails_waits_for_no_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its draft may have come up meanwhile."""
+    monkeypatch.setattr(push_stream, "_BACKOFF_S", (60.0, 60.0))
+    again = asyncio.Event()
+
+    class Failing(PushStream):
+        tries = 0
+
+        async def _connection(self, stub: Any) -> bool:
+            self.tries += 1
+            if self.tries == 1:
+                self.attach()
+                return False
+            again.set()
+            return await super()._connection(stub)
+
+    stream = Failing(f"unix:{tmp_path / 'd.sock'}", TargetSettings(), 1, Metrics())
+    stream.attach()
+    try:
+        await asyncio.wait_for(again.wait(), 5)
+    finally:
+        await stream.close()
+
+
 @pytest.mark.parametrize("answer", [b"\xff\xff\xff", spoilt_text()])
 async def test_an_answer_that_cannot_be_read_ends_one_stream_only(
     tmp_path: Path, answer: bytes
