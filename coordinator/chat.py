@@ -14,14 +14,15 @@ from coordinator.talk import PLAIN, Show, print_choices, shower, statistics_line
 from specwire.client import Client, Delta, GenerateOptions
 from specwire.errors import SpecwireError
 
-# A line that is one word after a slash; `/etc/hosts` is text.
-_COMMAND = re.compile(r"/\w+")
+# A line that is one word after a slash, or begins with a command; `/etc/hosts` is text.
+_COMMAND = re.compile(r"/\w+|/(help|reset|exit|quit)\s.*")
 Messages = list[Mapping[str, str]]
 _ENDS = ("/exit", "/quit")
+_AGAIN = "Ctrl-C again, Ctrl-D or /quit leaves"
 _HELP = """/help   this list
 /reset  forget the conversation
 /exit   end, as /quit and Ctrl-D
-Ctrl-C ends an answer; every other line goes to the model, and one behind a space whatever it is"""
+Ctrl-C ends an answer, twice at the prompt the conversation; every other line goes to the model, and one behind a space whatever it is"""
 
 
 def chat(
@@ -50,7 +51,7 @@ def chat(
     """Talk with the model. Text that the drafter guessed right is shown in green.
 
     /reset forgets the conversation, /exit (or Ctrl-D) ends it, /help lists what else there is;
-    Ctrl-C ends an answer. A line behind a space goes to the model whatever it is. With -n the
+    Ctrl-C ends an answer, and twice at the prompt the conversation. A line behind a space goes to the model whatever it is. With -n the
     conversation goes on with the first answer. Where the server is busy, ask again.
 
     Examples:
@@ -100,7 +101,7 @@ def _converse(client: Client, request: GenerateOptions, start: Messages, show: S
         elif line == "/help":
             opt.say(_HELP)
         elif _COMMAND.fullmatch(line):
-            opt.say(f"there is no {line}; /help lists the commands, a space before it sends it")
+            opt.say(_misused(line))
         elif question := line.strip():
             asked: Messages = [*messages, {"role": "user", "content": question}]
             request["messages"] = asked
@@ -118,12 +119,28 @@ def _converse(client: Client, request: GenerateOptions, start: Messages, show: S
     return answered
 
 
+def _misused(line: str) -> str:
+    command, *arguments = line.split(maxsplit=1)
+    problem = f"{command} takes no arguments" if arguments else f"there is no {command}"
+    return f"{problem}; /help lists the commands, a space before it sends it"
+
+
 def _read_line() -> str:
-    """A line as it was typed, but for the space behind it."""
-    try:
-        return input("you> " if sys.stdin.isatty() else "").rstrip()
-    except EOFError:
-        return "/exit"
+    """A line as it was typed, but for the space behind it. At a terminal one Ctrl-C is taken for
+    one that came too late to end an answer, and drops only what was typed."""
+    interactive = sys.stdin.isatty()
+    for hint in (_AGAIN, ""):
+        try:
+            return input("you> " if interactive else "").rstrip()
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print()
+            if hint:
+                opt.say(hint)
+    return "/exit"
 
 
 def _answer(client: Client, request: GenerateOptions, show: Show) -> str:

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -228,6 +230,31 @@ def test_chat_goes_on_after_an_answer_that_did_not_come(
     asked.clear()
     code = call(monkeypatch, "chat", "-n", "2", "--address", "unix:/none")
     assert (len(asked), code) == (2, 1)  # a script sees that an answer is missing
+
+
+def test_one_ctrl_c_at_the_prompt_keeps_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = KeyboardInterrupt()
+    lines: Iterator[Any] = iter(["one", stop, "/reset now", "/hosts", "two", stop, stop, "three"])
+
+    def typed(*_: object) -> Any:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    terminal = True
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: terminal))
+    monkeypatch.setattr(chat, "Client", _Talker)
+    code = call(monkeypatch, "chat", "-n", "2", "--address", "unix:/none")
+    out, err = capsys.readouterr()
+    assert code == 0 and "turn 1 choice 0; heard: two" in out and "now" not in out
+    assert err.count("Ctrl-C again, Ctrl-D or /quit leaves\n") == 2
+    assert "/reset takes no arguments; /help lists the commands, a space before it" in err
+    terminal, lines = False, iter([stop])
+    assert call(monkeypatch, "chat", "-n", "2", "--address", "unix:/none") == 130
 
 
 def test_errors_name_the_option_that_was_given(
