@@ -22,7 +22,8 @@ _AGAIN = "Ctrl-C again, Ctrl-D or /quit leaves"
 _HELP = """/help   this list
 /reset  forget the conversation
 /exit   end, as /quit and Ctrl-D
-Ctrl-C ends an answer, twice at the prompt the conversation; every other line goes to the model, and one behind a space whatever it is"""
+Ctrl-C ends an answer, and twice at the prompt the conversation
+Every other line goes to the model, and one behind a space whatever it is"""
 
 
 def chat(
@@ -51,8 +52,9 @@ def chat(
     """Talk with the model. Text that the drafter guessed right is shown in green.
 
     /reset forgets the conversation, /exit (or Ctrl-D) ends it, /help lists what else there is;
-    Ctrl-C ends an answer, and twice at the prompt the conversation. A line behind a space goes to the model whatever it is. With -n the
-    conversation goes on with the first answer. Where the server is busy, ask again.
+    Ctrl-C ends an answer, and twice at the prompt the conversation. A line behind a space goes to
+    the model whatever it is. With -n the conversation goes on with the first answer. Where the
+    server is busy, ask again.
 
     Examples:
 

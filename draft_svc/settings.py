@@ -85,9 +85,8 @@ class DraftSettings(EngineSettings, ServiceSettings):
     @field_validator("methods")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = [name for name in names if name not in METHODS]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is none of {', '.join(METHODS)}")
+        if not set(names) <= set(METHODS):
+            raise ValueError(", ".join(METHODS))
         return tuple(dict.fromkeys(names))
 
     @model_validator(mode="before")

@@ -14,6 +14,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, get_args, get_origin
 
@@ -31,11 +32,40 @@ _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP)\w*)$")
 # So many names fit into a message.
 _FEW_NAMES = 8
 
+
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which the library would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        _refuse_repeated(keys)
+        return super().construct_mapping(node, deep)
+
+
+class _Repeated(ValueError):
+    """A key that is in a file twice."""
+
+
+def _refuse_repeated(keys: Sequence[str]) -> None:
+    for at, key in enumerate(keys):
+        if key in keys[:at]:
+            raise _Repeated(key)
+
+
+def _json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_repeated([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, _YamlLoader)
+
+
 _LOADERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": yaml.safe_load,
-    ".yml": yaml.safe_load,
+    ".yaml": _load_yaml,
+    ".yml": _load_yaml,
     ".toml": tomllib.loads,
-    ".json": json.loads,
+    ".json": partial(json.loads, object_pairs_hook=_json_object),
 }
 
 
@@ -55,6 +85,15 @@ class ServiceSettings(BaseSettings):
             return cls(**{**from_file, **environment, **flags})
         except ValidationError as error:
             raise _invalid(cls, error) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: Any) -> Any:
+        """A file may say `threads: true`, which Python takes for 1."""
+        field = cls.model_fields.get(info.field_name)
+        if isinstance(value, bool) and field and _mentions(field.annotation, (int, float)):
+            raise ValueError("a number")
+        return value
 
     @field_validator("*", mode="before")
     @classmethod
@@ -157,14 +196,41 @@ def _from_file(cls: type[ServiceSettings], path: Path) -> dict[str, Any]:
         values = load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _bad_file(path, f"a readable file ({error.strerror})") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise _bad_file(path, f"a well-formed {path.suffix[1:]} file") from error
+    except _Repeated as error:
+        raise _bad_file(path, f"each setting once ({error} is there twice)") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        where = _where(error)
+        raise _bad_file(path, f"a well-formed {path.suffix[1:]} file{where}") from error
     if values is None:  # an empty YAML file
         return {}
     if not isinstance(values, dict):
         raise _bad_file(path, "a mapping of setting names to values")
     # The same spelling as the flags is accepted.
-    return {str(key).replace("-", "_"): value for key, value in values.items()}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name in found:
+            raise _bad_file(path, f"each setting once ({name} is there twice, spelled in two ways)")
+        if name not in cls.model_fields:
+            # Not with its value, as above.
+            text = f"{key} in {path} is not a setting of this service; accepted: "
+            raise SpecwireError(
+                Reason.SETTINGS_INVALID, text + _names(cls, name), {"field": str(key)}
+            )
+        found[name] = value
+    return found
+
+
+def _where(error: Exception) -> str:
+    """What a parser says of the place that it could not read."""
+    if isinstance(error, json.JSONDecodeError):
+        return f" (line {error.lineno}, column {error.colno}: {error.msg})"
+    if isinstance(error, tomllib.TOMLDecodeError):
+        return f" ({error})"  # has line and column in it
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f" (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
+    return " in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
 
 
 def _bad_file(path: Path, accepted: str) -> SpecwireError:
@@ -184,13 +250,11 @@ def _invalid(cls: type[ServiceSettings], error: ValidationError) -> SpecwireErro
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "settings"
     value, accepted = first["input"], _accepted(first["msg"])
-    if first["type"] == "extra_forbidden":
-        accepted = f"one of the settings {_names(cls, name)}"
     field = cls.model_fields.get(name)
-    if field is None and first["type"] != "extra_forbidden":
+    if field is None:
         text = f"the settings do not fit together: {accepted}"
         return SpecwireError(Reason.SETTINGS_INVALID, text, {"field": "settings"})
-    if field is not None and _is_secret(field):
+    if _is_secret(field):
         value = "(secret)"
     return SpecwireError.field(name, value, accepted, Reason.SETTINGS_INVALID)
 

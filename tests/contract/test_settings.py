@@ -69,7 +69,8 @@ def test_unknown_keys_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = tmp_path / "s.yaml"
     file.write_text("shared: 0.2\n")
     message = failure("--config", str(file))
-    assert "shared" in message and "share, reflection" in message
+    assert "shared in" in message and "is not a setting of this service" in message
+    assert "share, reflection" in message and "0.2" not in message
     assert "--shar" in failure("--shar", "0.5")
     monkeypatch.setenv("SPECWIRE_EXAMPLE_TOKN", "hunter2")
     message = failure()
@@ -92,6 +93,25 @@ def test_invalid_values_name_field_value_and_what_is_accepted(tmp_path: Path) ->
         (tmp_path / name).write_text(text)
         assert failure("--config", str(tmp_path / name)).startswith("config is")
     assert "No such file" in failure("--config", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("s.yaml", "share: 0.2\nlisten: [a", "(line 2, column 11: expected ',' or ']'"),
+        ("s.yml", "share: 0.2\nshare: 0.3\n", "each setting once (share is there twice)"),
+        ("s.yaml", "kv-pages: 1\nkv_pages: 2", "(kv_pages is there twice, spelled in two ways)"),
+        ("s.toml", "share = 0.2\nkv_pages = ", "(Invalid value (at "),
+        ("s.toml", "share = 0.2\nshare = 0.3\n", "line 2"),
+        ("s.json", '{"share": 0.2,\n}', "(line "),
+        ("s.json", '{"share": 0.2, "share": 0.3}', "each setting once (share is there twice)"),
+        ("s.yaml", "kv_pages: true", "kv_pages is True; accepted: a number"),
+        ("s.json", '{"share": true}', "share is True; accepted: a number"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert said in failure("--config", str(tmp_path / name))
 
 
 def test_secrets_have_no_flag_and_are_not_shown(

@@ -71,3 +71,8 @@ def test_the_text_of_a_kv_dtype_names_what_is_accepted(
     text = settings.model_fields[field].description or ""
     named = {word.strip(",") for word in text.partition(":")[2].partition("(")[0].split()} - {"or"}
     assert named == accepted
+
+
+def test_a_method_that_is_none_is_told_the_others() -> None:
+    with pytest.raises(SpecwireError, match=r"methods is 'eagle'; accepted: ngram, hybrid, "):
+        DraftSettings.load(["--methods", "eagle"])
