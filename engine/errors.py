@@ -5,7 +5,7 @@ from __future__ import annotations
 
 class EngineError(Exception):
     """Base of everything the engine raises on purpose. The text names field, value and what is
-    accepted; never a path."""
+    accepted; never a path but one that a setting named, and that at start only."""
 
 
 class OutOfPages(EngineError):

@@ -19,6 +19,7 @@ from engine.attention.request import AttentionShape, Latent, dtype_name
 from engine.errors import CheckpointError
 from engine.models.fields import check_kinds, positive
 
+_ACCEPTED = "a directory with a config.json, or that file (not a .gguf file, not `default`)"
 _DSV4_LAYERS, _DSV4_WINDOW, _DSV4_HEAD = 3, 128, 512
 
 
@@ -40,16 +41,18 @@ class Checkpoint:
 
 def read_checkpoint(source: Path, *, draft: bool) -> Checkpoint:
     """Reads `source`, a directory with a config.json or that file. Raises CheckpointError, which
-    names no path."""
+    names it as it was given: for whoever typed it."""
     path = source / "config.json" if source.is_dir() else source
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"no config.json in {source.name!r}: {error.strerror}") from error
+        raise CheckpointError(
+            f"no config.json in '{source}': {error.strerror}; accepted: {_ACCEPTED}"
+        ) from error
     except ValueError as error:
-        raise CheckpointError(f"config.json of {source.name!r} is no JSON") from error
+        raise CheckpointError(f"'{path}' is no JSON; accepted: {_ACCEPTED}") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"config.json of {source.name!r} is no JSON object")
+        raise CheckpointError(f"'{path}' is no JSON object; accepted: {_ACCEPTED}")
     return parse_checkpoint(config, draft=draft)
 
 

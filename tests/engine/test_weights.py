@@ -345,8 +345,21 @@ def test_gguf_refusals(tmp_path: Path, cache: Path) -> None:
         hf_name("blk.0.ssm_in.weight")
     with pytest.raises(CheckpointError, match=r"attn_q\.bias is not part of a llama model"):
         hf_name("blk.0.attn_q.bias")
-    with pytest.raises(CheckpointError, match="does not exist"):
-        resolve_model(str(tmp_path / "absent.gguf"))
+
+
+def test_models_that_are_not_there_are_named_as_they_were_given(tmp_path: Path) -> None:
+    absent, plain = tmp_path / "absent.gguf", tmp_path / "plain.bin"
+    plain.touch()
+    for given, text in (
+        (str(absent), f"model '{absent}' does not exist; accepted: a local directory"),
+        (str(tmp_path), f"model '{tmp_path}' has no config.json; accepted: a local directory"),
+        (str(plain), f"model '{plain}' is neither of them; accepted"),
+        ("meta-llama/Llama-3.1-8B", '"default"; hub names are not downloaded'),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            resolve_model(given)
+        assert text in str(caught.value)
+        assert ("hub names" in str(caught.value)) == given.startswith("meta")
 
 
 @pytest.mark.parametrize(
