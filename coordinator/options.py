@@ -105,6 +105,12 @@ Exactness = Annotated[
         "Unset: the server's default."
     ),
 ]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", metavar="SECONDS", help="Longest time of the answer. Unset: no limit."
+    ),
+]
 
 
 def biases(given: list[str] | None) -> dict[int, float]:
@@ -120,7 +126,12 @@ def biases(given: list[str] | None) -> dict[int, float]:
 
 
 # Fields of a request whose option has another name.
-_FLAGS = {"n": "-n", "bad_words": "--bad-word", "stop_token_ids": "--stop-token-id"}
+_FLAGS = {
+    "n": "-n",
+    "bad_words": "--bad-word",
+    "stop_token_ids": "--stop-token-id",
+    "timeout_s": "--timeout",
+}
 
 
 @contextmanager

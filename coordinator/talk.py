@@ -48,6 +48,7 @@ def generate(
     method: opt.Method = "",
     num_speculative_tokens: opt.DraftTokens = None,
     exactness: opt.Exactness = "",
+    timeout: opt.Timeout = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object with text, ids and acceptance record.")
     ] = False,
@@ -94,6 +95,7 @@ def generate(
         "method": method,
         "num_speculative_tokens": num_speculative_tokens,
         "exactness": exactness,
+        "timeout_s": timeout,
     }
     from_options = tuple(request)
     if chat_template:
@@ -125,12 +127,18 @@ def print_choices(generation: Generation) -> None:
 
 
 def stream_text(events: Iterable[Event], show: Show) -> tuple[str, Finished]:
-    """Prints deltas as they come; returns the whole text and the final event."""
+    """Prints deltas as they come; returns the whole text and the final event. What came stays
+    where the rest is missing, in a line of its own."""
     kept: list[Event] = []
-    for event in events:
-        kept.append(event)
-        if isinstance(event, Delta):
-            print(show(event), end="", flush=True)
+    try:
+        for event in events:
+            kept.append(event)
+            if isinstance(event, Delta):
+                print(show(event), end="", flush=True)
+    except SpecwireError:
+        if kept:
+            print(flush=True)
+        raise
     print()
     finished = kept[-1]
     assert isinstance(finished, Finished)  # the client raises when the final message is missing

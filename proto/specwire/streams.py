@@ -31,6 +31,7 @@ class Budget:
             raise SpecwireError.field("timeout_s", timeout_s, "a number above 0, or None")
         if timeout_s is not None and timeout_s > _LONGEST_S:
             timeout_s = None
+        self.limit_s = timeout_s
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._left = _ATTEMPTS
 
@@ -62,7 +63,7 @@ class _Receiver:
         return self._call
 
     def _failed(self, error: grpc.RpcError) -> float:
-        typed = self._typed(error)
+        typed = _late(self._typed(error), self._budget.limit_s, self._received)
         if self._received:
             raise _cut(typed) from error
         self._call = None
@@ -177,6 +178,19 @@ class Stream(_Receiver):
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
+
+
+def _late(error: SpecwireError, limit_s: float | None, received: bool) -> SpecwireError:
+    """The same with the limit that was passed. Where something came it is no wrong address."""
+    address = error.metadata.get("address")
+    if error.reason is not Reason.DEADLINE or limit_s is None or not (received or address):
+        return error
+    if received:
+        text = f"the answer took longer than timeout_s = {limit_s:g}: the rest is missing"
+    else:
+        text = f"nothing came from {address} within timeout_s = {limit_s:g}; where nothing ever "
+        text += "does, check that this is the coordinator's address"
+    return SpecwireError(error.reason, text, error.metadata)
 
 
 def _cut(error: SpecwireError) -> SpecwireError:

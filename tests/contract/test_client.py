@@ -434,6 +434,8 @@ async def test_deadline_ends_the_call_on_both_sides(fake: Fake) -> None:
     servicer.endless = True
     for caught in await both(address, prompt="x", timeout_s=0.3):
         assert caught.reason is Reason.DEADLINE
+        text = "the answer took longer than timeout_s = 0.3: the rest is missing"
+        assert caught.message == text
     await asyncio.wait_for(servicer.ended.wait(), 10)
 
 

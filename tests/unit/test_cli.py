@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -495,3 +496,20 @@ def test_an_integer_that_does_not_fit_is_told_its_range(
 ) -> None:
     with pytest.raises(SpecwireError, match=accepted):
         build_request({"prompt": "x", **options})
+
+
+def test_an_answer_that_takes_too_long_is_shown_as_far_as_it_came(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(_Talker):
+        @contextmanager
+        def stream(self, **options: Any) -> Iterator[Any]:
+            def events() -> Iterator[Any]:
+                yield Delta("The harbour", (), 0, 0, ())
+                raise SpecwireError(Reason.DEADLINE, f"longer than {options['timeout_s']}")
+
+            yield events()
+
+    monkeypatch.setattr(talk, "Client", Slow)
+    assert call(monkeypatch, "generate", "x", "--timeout", "2", "--address", "unix:/none") == 1
+    assert capsys.readouterr() == ("The harbour\n", "error: longer than 2.0\n")
