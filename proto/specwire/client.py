@@ -37,7 +37,7 @@ from specwire.generation import (
     collect,
 )
 from specwire.info import ServerInfo, info_from
-from specwire.request import GenerateOptions, build_request
+from specwire.request import GenerateOptions, build_request, with_prompt
 from specwire.rpc import ADDRESSES, channel_options, is_address
 from specwire.streams import AsyncStream, Budget, Start, Stream, task_is_cancelled
 from specwire.v1 import generate_pb2, generate_pb2_grpc
@@ -126,13 +126,20 @@ class AsyncClient(_Calls):
             raise SpecwireError(Reason.UNSUPPORTED, text) from None
         super().__init__(address, grpc.aio.insecure_channel(address, options=options))
 
-    def stream(self, **options: Unpack[GenerateOptions]) -> AsyncStream:
-        """Starts a generation; iterate for `Delta`s and one `Finished` for each choice."""
+    def stream(
+        self, prompt: str | None = None, /, **options: Unpack[GenerateOptions]
+    ) -> AsyncStream:
+        """Starts a generation; iterate for `Delta`s and one `Finished` for each choice. Arguments
+        as of `Client.generate`."""
+        options = with_prompt(prompt, options)
         request, budget = build_request(options), Budget(options.get("timeout_s"))
         return AsyncStream(self._start(request), self._failed, budget, max(1, request.n))
 
-    async def generate(self, **options: Unpack[GenerateOptions]) -> Generation:
-        async with self.stream(**options) as stream:
+    async def generate(
+        self, prompt: str | None = None, /, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        """The whole answer. Arguments as of `Client.generate`."""
+        async with self.stream(prompt, **options) as stream:
             return collect([event async for event in stream])
 
     async def info(self, timeout_s: float = _INFO_TIMEOUT_S) -> ServerInfo:
@@ -164,13 +171,45 @@ class Client(_Calls):
     def __init__(self, address: str) -> None:
         super().__init__(address, grpc.insecure_channel(address, options=_options(address)))
 
-    def stream(self, **options: Unpack[GenerateOptions]) -> Stream:
-        """Starts a generation; iterate for `Delta`s and one `Finished` for each choice."""
+    def stream(self, prompt: str | None = None, /, **options: Unpack[GenerateOptions]) -> Stream:
+        """Starts a generation; iterate for `Delta`s and one `Finished` for each choice. Arguments
+        as of `Client.generate`."""
+        options = with_prompt(prompt, options)
         request, budget = build_request(options), Budget(options.get("timeout_s"))
         return Stream(self._start(request), self._failed, budget, max(1, request.n))
 
-    def generate(self, **options: Unpack[GenerateOptions]) -> Generation:
-        with self.stream(**options) as stream:
+    def generate(
+        self, prompt: str | None = None, /, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        """The whole answer. One of `prompt` (its name may be left out), `messages` and `token_ids`
+        is needed; what else is left out, or None, takes the default said here.
+
+        prompt       text that is continued as it is
+        messages     mappings with `role` and `content`, put through the model's chat template
+        token_ids    the prompt as ids
+        max_tokens   most tokens of the answer; unset: as many as the model's context still holds
+        temperature, top_k, top_p, min_p  1.0, 0, 1.0 and 0: nothing removed; temperature 0: greedy
+        seed         unset: drawn by the server, which returns it; `choice` (0) is part of it
+        repetition_penalty, presence_penalty, frequency_penalty  1.0, 0 and 0: off
+        logit_bias   what is added to logits, by token id
+        bad_words, bad_sequences  text and token ids that the answer must not have
+        min_tokens   no end before so many tokens (0)
+        stop, stop_token_ids  text (one or several) and token ids that end the answer
+        ignore_eos, include_stop  go on behind the end-of-text token; keep the text that ended it
+        n            answers to the prompt, at most 16 (1): `choices` of what is returned
+        logprobs, prompt_logprobs  log probabilities with so many alternatives; unset: none
+        priority     lower comes first (0)
+        method, num_speculative_tokens  "plain", or a drafter by name, and its tokens a round;
+                     unset: the server's. They change the speed only
+        exactness    "exact" or "fast"; unset: the server's
+        timeout_s    longest time in seconds, attempts together; unset: no limit
+        return_token_ids (True), return_margins (False)  whether they are in what is returned
+        model, request_id  name of the model, where several are served; a word for the logs
+        structured_output  not built: refused by name
+
+        Raises SpecwireError.
+        """
+        with self.stream(prompt, **options) as stream:
             return collect(list(stream))
 
     def info(self, timeout_s: float = _INFO_TIMEOUT_S) -> ServerInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from specwire.errors import SpecwireError
+from specwire.errors import Reason, SpecwireError
 from specwire.v1 import common_pb2, generate_pb2
 
 EXACTNESS = {
@@ -38,13 +38,15 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "min_tokens",
 )
+_MESSAGES = "mappings with `role` and `content`, both text"
 _STRUCTURED = "one of json_schema, json_object, regex, grammar, choice, with its value"
 
 
 class GenerateOptions(TypedDict, total=False):
     """Arguments of `generate` and `stream`: one of prompt, messages, token_ids; the rest optional.
 
-    What is left out, or None, takes the server's documented default.
+    What is left out, or None, takes the server's documented default. `Client.generate` says what
+    each of them means.
     """
 
     prompt: str | None
@@ -81,6 +83,15 @@ class GenerateOptions(TypedDict, total=False):
     return_margins: bool
     model: str
     request_id: str
+
+
+def with_prompt(prompt: str | None, options: GenerateOptions) -> GenerateOptions:
+    """The arguments with a prompt that was given without its name."""
+    if prompt is None:
+        return options
+    if options.get("prompt") is not None:
+        raise SpecwireError.field("input", "prompt twice", "one prompt, with its name or without")
+    return {**options, "prompt": prompt}
 
 
 def build_request(options: GenerateOptions) -> generate_pb2.GenerateRequest:
@@ -156,16 +167,42 @@ def _set_input(request: generate_pb2.GenerateRequest, options: GenerateOptions) 
         request.tokens.SetInParent()
         _extend(request.tokens.ids, "token_ids", options["token_ids"] or (), "token ids")
         return
-    try:  # the text itself must not get into an error message
-        if given == ["prompt"]:
-            request.prompt = options["prompt"] or ""
-            return
-        request.chat.SetInParent()
-        for message in options["messages"] or ():
-            request.chat.messages.add(role=message["role"], content=message["content"])
-    except (TypeError, ValueError, KeyError):
-        accepted = "text in valid Unicode; messages are mappings with `role` and `content`"
-        raise SpecwireError.field(given[0], "of another form", accepted) from None
+    if given == ["prompt"]:
+        request.prompt = _text("prompt", options["prompt"])
+        return
+    messages: Any = options["messages"]
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise _not("messages", f"is of type {type(messages).__name__}", f"a list of {_MESSAGES}")
+    request.chat.SetInParent()
+    for index, message in enumerate(messages):
+        field = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise _not(field, f"is of type {type(message).__name__}", f"one of {_MESSAGES}")
+        for key in ("role", "content"):
+            if key not in message:
+                raise _not(field, f"has no {key}", f"one of {_MESSAGES}")
+        role, content = (_text(f"{field}.{key}", message[key]) for key in ("role", "content"))
+        request.chat.messages.add(role=role, content=content)
+
+
+def _text(field: str, value: Any) -> str:
+    """What is text and can travel. The text itself must not get into an error message."""
+    accepted = "text in valid Unicode"
+    if not isinstance(value, str):
+        if field == "prompt":
+            accepted += "; ids of tokens go into token_ids"
+        raise _not(field, f"is of type {type(value).__name__}", accepted)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _not(field, "has lone surrogates", accepted) from None
+    return value
+
+
+def _not(field: str, problem: str, accepted: str) -> SpecwireError:
+    values = {"field": field, "value": problem, "accepted": accepted}
+    message = f"{field} {problem}; accepted: {accepted}"
+    return SpecwireError(Reason.FIELD_INVALID, message, values)
 
 
 def _assign(message: Any, name: str, options: GenerateOptions) -> None:

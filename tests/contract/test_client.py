@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import socket
 import threading
 import time
@@ -212,7 +213,8 @@ async def test_what_is_sent(fake: Fake) -> None:
         ({"prompt": "secret", "token_ids": [1]}, "input"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": "secret\ud800"}, "prompt"),
-        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": "secret"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"prompt": "secret", "max_tokens": -1}, "max_tokens"),
         ({"prompt": "secret", "seed": 2**64}, "seed"),
@@ -518,3 +520,34 @@ async def test_info(fake: Fake) -> None:
     assert (info.protocol, info.methods) == ((1, 0), ("plain",))
     assert info.workers[0].state == "refused"
     assert info.workers[0].attention.candidates == {"B": ("no GPU",)}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prompt": 5}, "prompt is of type int; accepted: text in valid Unicode; ids of tokens go"),
+        ({"prompt": [1, 2]}, "prompt is of type list; accepted: text"),
+        ({"prompt": "\ud800"}, "prompt has lone surrogates; accepted: text in valid Unicode"),
+        ({"messages": "hi"}, "messages is of type str; accepted: a list of mappings with `role`"),
+        ({"messages": {"role": "user"}}, "messages is of type dict; accepted: a list of"),
+        ({"messages": [{"role": "user", "content": "x"}, "hi"]}, "messages[1] is of type str"),
+        ({"messages": [{"role": "user"}]}, "messages[0] has no content; accepted: one of mappings"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content is of type list"),
+    ],
+)
+def test_what_is_no_text_is_told_by_its_place_and_type(options: Any, said: str) -> None:
+    with pytest.raises(SpecwireError) as caught:
+        build_request(options)
+    assert caught.value.message.startswith(said)
+
+
+async def test_a_prompt_needs_no_name(fake: Fake) -> None:
+    servicer, address = fake
+    async with AsyncClient(address) as client:
+        assert (await client.generate("hello", max_tokens=4)).text == "Hello"
+        with pytest.raises(SpecwireError, match="input is 'prompt twice'"):
+            client.stream("hello", prompt="other")
+    assert [request.prompt for request in servicer.requests] == ["hello"]
+    assert "unset: as many as the model's context still holds" in str(Client.generate.__doc__)
+    named = set(re.findall(r"\w+", str(Client.generate.__doc__)))
+    assert GenerateOptions.__annotations__.keys() <= named
