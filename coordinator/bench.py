@@ -13,7 +13,7 @@ import uvloop
 
 from coordinator import bench_report as report_of
 from coordinator import options as opt
-from coordinator.bench_modes import Mode, colocated_methods, pairs, parse_modes, placed
+from coordinator.bench_modes import Mode, check_own, colocated_methods, pairs, parse_modes, placed
 from coordinator.bench_prompts import Prompt, load_prompts
 from coordinator.bench_run import BenchOptions, Clients, run_modes
 from coordinator.bench_stats import ratios, summarize
@@ -142,6 +142,8 @@ def bench(
         report_of.require_writable("--plot", plot)
         report_of.require_matplotlib()
     options = BenchOptions(max_tokens, temperature, seed, exactness, num_speculative_tokens)
+    if not (address or running_address()):
+        check_own(chosen)
     inside = colocated_methods(chosen, COLOCATED_METHOD, colocatable(), both=colocate)
     with _deployments(address, inside) as (found, others):
         run = compare(found, prompts, loaded, chosen, options, colocate=colocate, colocated=others)

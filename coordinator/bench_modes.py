@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.drafters import COLOCATED, PLAIN, SEPARATE
-from coordinator.local import colocatable
+from coordinator.local import COLOCATED_METHOD, OWN_METHODS, colocatable
 from specwire.client import ServerInfo
 from specwire.errors import SpecwireError
 
@@ -51,6 +51,18 @@ def parse_modes(text: str, exactness: str) -> list[Mode]:
             raise SpecwireError.field("--modes", text, _FORMS + ", each once")
         modes.append(mode)
     return modes
+
+
+def check_own(modes: Sequence[Mode]) -> None:
+    """Refuses, before any service is started, what deployments of the bench's own do not have."""
+    for mode in modes:
+        inside = mode.placement == COLOCATED
+        method = mode.method or (COLOCATED_METHOD if inside else OWN_METHODS[-1])
+        known = colocatable() if inside else [PLAIN, *OWN_METHODS]
+        if method not in known:
+            names = ", ".join(f"{name}@{COLOCATED}" if inside else name for name in known)
+            accepted = f"{names}, which bench starts by itself; with --address what is there"
+            raise SpecwireError.field("--modes", mode.label, accepted)
 
 
 def not_there(mode: Mode, offered: str) -> SpecwireError:

@@ -34,6 +34,8 @@ _RESTARTS, _STEADY_S = 3, 60.0
 LOG_TAIL_LINES = 5
 # What `--colocate` takes where nothing is said: the default of a draft service too.
 COLOCATED_METHOD = "dflash"
+# What the default draft service hosts.
+OWN_METHODS = ("ngram", "hybrid", "dspark", "dflash")
 # Packages register the drafters that can live in a target's process here; only names are read.
 DRAFTERS = "specwire.drafters"
 

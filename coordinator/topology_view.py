@@ -24,7 +24,17 @@ def show(out: Console, report: Report, work: Work, link: Link, names: Sequence[s
         out.print(_memory(report.rooms))
 
 
+_NOT_BOTH = (
+    "nothing to predict: no drafter was measured in both places, of which each tells of the other: "
+    "specwire bench --modes dflash,dflash@colocated --json FILE. Or give step times: --k, "
+    "--plain-ms, --verify-ms and --draft-ms"
+)
+
+
 def show_check(out: Console, predicted: Sequence[Predicted]) -> None:
+    if not predicted:
+        out.print(_NOT_BOTH, markup=False, highlight=False)
+        return
     table = Table(title="the cost model beside what was measured", title_justify="left")
     table.add_column("mode")
     table.add_column("with times of")
@@ -44,11 +54,6 @@ def show_check(out: Console, predicted: Sequence[Predicted]) -> None:
             f"{100 * one.error:+.0f} %",
         )
     out.print(table)
-    if not predicted:
-        text = (
-            "no drafter was measured in both places: specwire bench --modes dflash,dflash@colocated"
-        )
-        out.print(text, markup=False, highlight=False)
 
 
 def _rounds(report: Report, work: Work, link: Link) -> Table:

@@ -15,6 +15,7 @@ from rich.console import Console
 from coordinator import bench_report
 from coordinator.bench_modes import (
     Mode,
+    check_own,
     colocated_methods,
     pairs,
     parse_modes,
@@ -35,6 +36,8 @@ from coordinator.bench_stats import (
     summarize,
     tau,
 )
+from coordinator.local import OWN_METHODS
+from draft_svc.loading import DEFAULT_METHODS
 from specwire.client import Acceptance, Delta, Finished, FinishReason, Sampling, Usage
 from specwire.errors import Reason, SpecwireError
 
@@ -230,6 +233,15 @@ def test_modes() -> None:
             parse_modes(bad, "exact")
     with pytest.raises(SpecwireError, match="--exactness"):
         parse_modes("plain", "sloppy")
+
+
+def test_a_mode_that_own_services_do_not_have_is_refused_before_they_start() -> None:
+    assert OWN_METHODS == DEFAULT_METHODS
+    check_own(parse_modes("plain,draft,ngram,dspark@fast,dflash@colocated", "exact"))
+    with pytest.raises(SpecwireError, match="--modes is 'eagle'; accepted: plain, ngram, hybrid"):
+        check_own(parse_modes("plain,eagle", "exact"))
+    with pytest.raises(SpecwireError, match="'ngram@colocated'; accepted: dflash@colocated, "):
+        check_own(parse_modes("ngram@colocated", "exact"))
 
 
 def server(default: str, **methods: tuple[str, ...]) -> Any:
