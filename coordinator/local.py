@@ -4,11 +4,9 @@ and coordinator with the draft in the target's process."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.runtime_file import runtime_base
+from coordinator.own_folder import OwnFolder
 from coordinator.signals import STOPS, at_signals
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import SOCKET_PATH_BYTES, channel_options
@@ -84,11 +82,16 @@ class LocalDeployment:
         self.options = options or LocalOptions()
         self.children: dict[str, Child] = {}
         self._progress = progress
-        self._folder = Path(tempfile.mkdtemp(prefix="specwire-", dir=runtime_base()))  # mode 0700
+        self._folder = OwnFolder()
         self.address = self.options.listen or self._socket("coordinator")
         self.target_address = self._socket("target")
         self.draft_address = self._socket("draft")
         self._restarts, self._restarted = 0, 0.0
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the services' logs, which goes with the deployment."""
+        return self._folder.path
 
     def __enter__(self) -> Self:
         try:
@@ -120,7 +123,7 @@ class LocalDeployment:
     def spawn(self, module: str) -> Child:
         """Starts one service. Main thread only: a child ends with the thread that started it."""
         address, flags = self._command(module)
-        log = self._folder / f"{module}.log"
+        log = self.logs / f"{module}.log"
         command = [sys.executable, "-m", "coordinator.child", str(os.getpid()), module, *flags]
         with log.open("ab") as out:
             process = subprocess.Popen(
@@ -170,7 +173,7 @@ class LocalDeployment:
             for child in reversed(list(self.children.values())):
                 self._end(child)
             self.children.clear()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def _kill(self) -> None:
         for child in list(self.children.values()):
@@ -186,9 +189,9 @@ class LocalDeployment:
             child.process.wait()
 
     def _socket(self, name: str) -> str:
-        path = self._folder / f"{name}.sock"
+        path = self._folder.path / f"{name}.sock"
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             raise SpecwireError.field("TMPDIR", str(path.parent), "a path short enough for sockets")
         return f"unix:{path}"
 

@@ -32,7 +32,7 @@ def published(address: str) -> Iterator[Path]:
     be told."""
     folder = runtime_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not _is_ours(folder):
+    if not is_ours(folder):
         raise PermissionError(f"{folder} belongs to another user or is open to others")
     _remove_unfinished(folder)
     number, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
@@ -62,7 +62,7 @@ def running_address() -> str | None:
     """The address of this user's newest deployment that is still alive."""
     folder = runtime_folder()
     # In a shared temporary folder anybody could lead our prompts to a server of theirs.
-    if not _is_ours(folder):
+    if not is_ours(folder):
         return None
     found = [entry for path in folder.glob(f"{_PREFIX}*{_SUFFIX}") if (entry := _alive(path))]
     return max(found)[1] if found else None
@@ -70,11 +70,11 @@ def running_address() -> str | None:
 
 def _alive(path: Path) -> tuple[int, str] | None:
     """Since when, and the address. The file of a process that was killed is removed."""
-    if not _is_ours(path):
+    if not is_ours(path):
         return None
     try:
         with path.open(encoding="utf-8") as file:
-            if not _is_locked(file.fileno()):
+            if not is_locked(file.fileno()):
                 path.unlink(missing_ok=True)
                 return None
             entry = json.load(file)
@@ -83,7 +83,8 @@ def _alive(path: Path) -> tuple[int, str] | None:
         return None
 
 
-def _is_locked(number: int) -> bool:
+def is_locked(number: int) -> bool:
+    """Whether another process holds the lock of an open file."""
     try:
         fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,7 +92,8 @@ def _is_locked(number: int) -> bool:
     return False
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
+    """Whether only this user can write it."""
     try:
         found = path.lstat()
     except OSError:

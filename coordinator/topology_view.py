@@ -25,9 +25,9 @@ def show(out: Console, report: Report, work: Work, link: Link, names: Sequence[s
 
 
 _NOT_BOTH = (
-    "nothing to predict: no drafter was measured in both places, of which each tells of the other: "
-    "specwire bench --modes dflash,dflash@colocated --json FILE. Or give step times: --k, "
-    "--plain-ms, --verify-ms and --draft-ms"
+    "nothing to predict: no drafter was measured in both places, of which each tells of the other\n"
+    "  specwire bench --modes dflash,dflash@colocated --json FILE\n"
+    "or give step times: --k, --plain-ms, --verify-ms, --draft-ms"
 )
 
 

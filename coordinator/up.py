@@ -106,6 +106,7 @@ def up(
     ):
         print(f"serving at {deployment.address}", flush=True)
         say(_how_to_use(deployment.address, found_by_itself))
+        say(f"Logs, until then: {deployment.logs}")
         while not stop.wait(WATCH_S):
             deployment.mend()
         say("stopping")
