@@ -41,6 +41,12 @@ class Footprint:
     embedding_bytes: int
     taps: int = 0
     max_draft_tokens: int = 0
+    vocab: int = 0
+    # What a draft with taps says of its target, 0 where it does not: hidden size, layers, and the
+    # layers that there must be at least.
+    target_hidden: int = 0
+    target_layers: int = 0
+    least_layers: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -77,6 +83,24 @@ def read_footprint(flag: str, source: str, kv_dtype: str = "auto") -> Footprint:
     return footprint(flag, config, kv_dtype, files)
 
 
+def check_made_for(flag: str, draft: Footprint, target: Footprint) -> None:
+    """Raises FIELD_INVALID where a draft that reads rows is for another target: the services refuse
+    to load it."""
+    if not draft.taps:
+        return
+    for what, value, expected in (
+        ("vocabulary", draft.vocab, target.vocab),
+        ("hidden size of the target", draft.target_hidden, target.hidden),
+        ("number of target layers", draft.target_layers, target.layers),
+    ):
+        if value and expected and value != expected:
+            raise SpecwireError.field(f"{flag} config: {what}", value, f"{expected}, the target's")
+    if draft.least_layers > target.layers:
+        accepted = f"ids of the target's {target.layers} layers"
+        field, value = f"{flag} config: highest layer read", draft.least_layers - 1
+        raise SpecwireError.field(field, value, accepted)
+
+
 def footprint(flag: str, config: Mapping[str, Any], kv_dtype: str, files_bytes: int) -> Footprint:
     """`files_bytes`: of the weights on disk; 0: estimated from the config, where it is dense."""
     body = config.get("transformer_layer_config") or config.get("text_config") or config
@@ -86,7 +110,8 @@ def footprint(flag: str, config: Mapping[str, Any], kv_dtype: str, files_bytes: 
     nested = config.get("dflash_config") or {}
     if not isinstance(nested, Mapping):
         raise SpecwireError.field(f"{flag} config dflash_config", nested, "an object")
-    taps = _taps(flag, config, nested)
+    tap_ids, entered = _taps(flag, config, nested)
+    taps = len(tap_ids)
     hidden, vocab = size("hidden_size"), size("vocab_size", 0)
     dtype_bytes = _dtype_bytes(config, body)
     kv_each = dtype_bytes if kv_dtype == "auto" else DTYPE_BYTES[kv_dtype]
@@ -109,6 +134,11 @@ def footprint(flag: str, config: Mapping[str, Any], kv_dtype: str, files_bytes: 
         embedding_bytes=embedding,
         taps=taps,
         max_draft_tokens=max(0, block - (not next_token)) if isinstance(block, int) else 0,
+        vocab=vocab,
+        # A draft of this layout has the target's embedding and head.
+        target_hidden=hidden if nested else _told(config, "target_hidden_size"),
+        target_layers=_told(config, "num_target_layers"),
+        least_layers=max(tap_ids, default=-1) + 1 - entered,
     )
 
 
@@ -128,19 +158,25 @@ class _Sizes:
         raise SpecwireError.field(f"{self._flag} config {key}", value, accepted)
 
 
-def _taps(flag: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> int:
-    """Target layers whose output a draft reads; 0: an ordinary model."""
-    for values, key in (
-        (nested, "target_layer_ids"),
-        (config, "target_layer_ids"),
-        (config, "aux_hidden_state_layer_ids"),
+def _taps(flag: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Target layers that a draft reads, and what is to be taken off an id to name a layer by its
+    output; none: an ordinary model."""
+    for values, key, entered in (
+        (nested, "target_layer_ids", 0),
+        (config, "target_layer_ids", 0),
+        (config, "aux_hidden_state_layer_ids", 1),
     ):
         ids = values.get(key)
         if ids is not None:
-            if not isinstance(ids, list):
+            if not isinstance(ids, list) or any(type(i) is not int for i in ids):
                 raise SpecwireError.field(f"{flag} config {key}", ids, "a list of layer ids")
-            return len(ids)
-    return 0
+            return ids, entered
+    return [], 0
+
+
+def _told(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if type(value) is int else 0
 
 
 def _dtype_bytes(config: Mapping[str, Any], body: Mapping[str, Any]) -> int:

@@ -14,7 +14,14 @@ import typer
 from coordinator import topology_check as check
 from coordinator import topology_view as view
 from coordinator.bench_report import console
-from coordinator.footprint import DTYPE_BYTES, Footprint, Room, read_footprint, rooms
+from coordinator.footprint import (
+    DTYPE_BYTES,
+    Footprint,
+    Room,
+    check_made_for,
+    read_footprint,
+    rooms,
+)
 from coordinator.topology import Work
 from coordinator.topology_inputs import (
     Workers,
@@ -202,10 +209,12 @@ def _sizes(target: str, draft: str, kv_dtype: str) -> tuple[Footprint, Footprint
         raise missing(flag, "a checkpoint, where the other is given")
     if not target:
         return None
-    return (
+    sizes = (
         read_footprint("--target", target, kv_dtype),
         read_footprint("--draft", draft, kv_dtype),
     )
+    check_made_for("--draft", sizes[1], sizes[0])
+    return sizes
 
 
 def _rooms(

@@ -9,6 +9,7 @@ from typing import Literal
 from engine.attention.checkpoint import Checkpoint, read_checkpoint
 from engine.attention.devices import DeviceProfile, simulated
 from engine.attention.graphs import BLOCK_DRAFTERS
+from engine.attention.made_for import check_made_for
 from engine.attention.outcome import Outcome, judge, kv_group
 from engine.attention.request import KVGroup, Request
 from engine.attention.tables import EngineName
@@ -79,7 +80,10 @@ def answer(asked: Asked) -> list[Pairing]:
     k = asked.draft_tokens or _block(checkpoint)
     pairs = []
     for name in asked.targets:
-        beside = _target(asked, read_checkpoint(Path(name).expanduser(), draft=False), k, device)
+        other = read_checkpoint(Path(name).expanduser(), draft=False)
+        if checkpoint.method in BLOCK_DRAFTERS:
+            check_made_for(checkpoint.config, other.config)
+        beside = _target(asked, other, k, device)
         pairs.append(pair(request, beside, device, asked.colocated, asked.group))
     return pairs
 

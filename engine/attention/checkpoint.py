@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ _DSV4_LAYERS, _DSV4_WINDOW, _DSV4_HEAD = 3, 128, 512
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """`method` is how it drafts, "draft_model" for an ordinary model. `next_token`: a block of K
-    rows proposes K tokens; else it has an anchor more."""
+    rows proposes K tokens; else it has an anchor more. `config`: what it was read from."""
 
     shape: AttentionShape
     method: str
     next_token: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def query_tokens(self, draft_tokens: int) -> int:
         """Rows of one request in a step of the draft."""
@@ -89,7 +90,7 @@ def parse_checkpoint(config: Mapping[str, Any], *, draft: bool) -> Checkpoint:
         block_size=_block_size(config, nested),
         confidence_head=bool(config.get("enable_confidence_head")),
     )
-    return Checkpoint(shape, method, _next_token(config, nested, method))
+    return Checkpoint(shape, method, _next_token(config, nested, method), config)
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -178,4 +179,4 @@ def _deepseek_v4(body: Mapping[str, Any], method: str, draft: bool) -> Checkpoin
         block_size=_block_size(body, {}),
         confidence_head=bool(body.get("enable_confidence_head")),
     )
-    return Checkpoint(shape, method, next_token=method == "dspark")
+    return Checkpoint(shape, method, next_token=method == "dspark", config=body)

@@ -448,3 +448,32 @@ def test_beside_the_other_commands(
         with pytest.raises(SystemExit) as caught:
             cli.main()
         assert (caught.value.code or 0) == code and words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 2048}, "config hidden_size = 2048 is not supported; accepted: 4096, the"),
+        ({"num_target_layers": 36}, "config num_target_layers = 36 is not supported; accepted: 4"),
+        ({"vocab_size": 9}, "config vocab_size = 9 is not supported; accepted: 300, the target's"),
+        ({"dflash_config": {"target_layer_ids": [1, 4]}}, "ids below 4: the target has 4 layers"),
+        (
+            {"dflash_config": None, "aux_hidden_state_layer_ids": [1, 5], "hidden_size": 64},
+            "ids below 5: the target has 4 layers",
+        ),
+    ],
+)
+def test_a_draft_for_another_target_is_refused(
+    models: Path, change: dict[str, Any], said: str
+) -> None:
+    (models / "plain" / "config.json").write_text(json.dumps(DFLASH | change))
+    (models / "qwen3" / "config.json").write_text(json.dumps(QWEN3 | {"vocab_size": 300}))
+    arguments = ["--device", "sm90", "--role", "draft", "--model", models / "plain"]
+    code, found = asked(*arguments, "--target", models / "qwen3")
+    assert code == 2 and said in found["error"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_draft_that_says_nothing_else_is_for_the_target(models: Path, style: str) -> None:
+    arguments = ["--device", "sm90", "--role", "draft", "--model", models / style]
+    assert asked(*arguments, "--target", models / "qwen3")[0] == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.footprint import Footprint, footprint, read_footprint, rooms
+from coordinator.footprint import Footprint, check_made_for, footprint, read_footprint, rooms
 from specwire.errors import SpecwireError
 
 # The shape of an 8B: 36 layers, 8 KV heads of 128.
@@ -120,3 +120,33 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         with pytest.raises(SpecwireError) as caught:
             read_footprint("--draft", str(tmp_path))
         assert caught.value.metadata["field"] == "--draft"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vocab_size": 32000}, "vocabulary is 32000; accepted: 151936, the target's"),
+        ({"hidden_size": 2048}, "hidden size of the target is 2048; accepted: 4096, the target's"),
+        ({"num_target_layers": 28}, "number of target layers is 28; accepted: 36, the target's"),
+        (
+            {"dflash_config": {"target_layer_ids": [1, 36]}},
+            "highest layer read is 36; accepted: ids of the target's 36 layers",
+        ),
+    ],
+)
+def test_a_draft_for_another_target_is_refused(change: dict[str, Any], said: str) -> None:
+    check_made_for("--draft", of(DRAFT), of(TARGET))
+    with pytest.raises(SpecwireError) as caught:
+        check_made_for("--draft", of(DRAFT | change), of(TARGET))
+    assert caught.value.message == f"--draft config: {said}"
+
+
+def test_drafts_of_other_widths_and_ordinary_ones_are_for_many_targets() -> None:
+    """A draft with an own embedding may be narrower; ids of layers that a state enters go by one
+    further; of an ordinary model the tokenizers tell."""
+    entered = {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [1, 36]}
+    narrow = TARGET | entered | {"hidden_size": 2048}
+    check_made_for("--draft", of(narrow), of(TARGET))
+    with pytest.raises(SpecwireError, match="hidden size of the target is 2048"):
+        check_made_for("--draft", of(narrow | {"target_hidden_size": 2048}), of(TARGET))
+    check_made_for("--draft", of(TARGET | {"vocab_size": 152064}), of(TARGET))

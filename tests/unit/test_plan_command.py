@@ -409,3 +409,13 @@ def test_who_is_no_worker_and_who_is_not_there(plan: Any, tmp_path: Path) -> Non
 def test_what_is_wrong_is_named(plan: Any, arguments: tuple[str, ...], named: str) -> None:
     code, _, err = plan(*arguments)
     assert code == 2 and f"error: {named} is" in err and len(err.splitlines()) == 1
+
+
+def test_a_draft_for_another_target_is_refused_by_name(plan: Any, tmp_path: Path) -> None:
+    flags = []
+    for name, config in (("target", TARGET), ("draft", DRAFT | {"vocab_size": 32000})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        flags += [f"--{name}", f"{tmp_path}/{name}.json"]
+    code, _, err = plan(*GIVEN, "--tau", "2.5", *flags)
+    text = "error: --draft config: vocabulary is 32000; accepted: 151936, the target's\n"
+    assert (code, err) == (2, text)
