@@ -28,7 +28,8 @@ CHUNK_BYTES = 1024 * 1024
 # A client pings this often while calls run; the server must allow more than that, or it answers
 # GOAWAY too_many_pings. gRPC's own server minimum is five minutes.
 _PING_MS = {True: 10_000, False: 30_000}
-_PING_TIMEOUT_MS = 5_000
+# Whoever does not answer in this time is gone, or frozen; nothing of ours has to run for it.
+_PING_TIMEOUT_MS = 10_000
 _PING_MINIMUM_MS = 5_000
 # How long one attempt to connect may take, which gRPC calls the shortest backoff; the pause between
 # attempts follows from the other two. A server that is stopped or starved accepts late, so a public
@@ -98,6 +99,8 @@ def channel_options(link: bool) -> Options:
         *_limits(link),
         ("grpc.keepalive_time_ms", _PING_MS[link]),
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        # The ping has a time of its own, a minute else, and it is what a frozen server keeps to.
+        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", _CONNECT_MS[link]),

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from specwire import probe
+from specwire import probe, rpc
 from specwire.errors import Reason, SpecwireError, from_rpc_error
 from specwire.rpc import LINK_MESSAGE_BYTES, PUBLIC_MESSAGE_BYTES, channel_options, server_options
 from specwire.serve import GrpcHost
@@ -177,6 +177,51 @@ async def test_keepalive_options_are_paired() -> None:
     assert ours is None
     # Without this half the test would also pass if nobody pinged.
     assert isinstance(default, grpc.aio.AioRpcError) and default.details() == "Too many pings"
+
+
+FROZEN = """
+import asyncio, os, signal, sys
+import grpc
+from specwire.rpc import server_options
+
+async def echo(requests, context):
+    async for request in requests:
+        yield request
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+async def main():
+    server = grpc.aio.server(options=server_options(link=True))
+    handler = grpc.stream_stream_rpc_method_handler(echo)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s.S", {"M": handler}),))
+    server.add_insecure_port(sys.argv[1])
+    await server.start()
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_server_that_is_frozen_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel goes on taking what comes. gRPC waits a minute for a ping where it is not told."""
+    monkeypatch.setattr(rpc, "_PING_MS", {True: 500})
+    monkeypatch.setattr(rpc, "_PING_TIMEOUT_MS", 500)
+    address = f"unix:{tmp_path / 'frozen'}"
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    frozen = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FROZEN, address, env=os.environ | paths
+    )
+    try:
+        async with grpc.aio.insecure_channel(address, options=channel_options(True)) as channel:
+            stream = channel.stream_stream("/s.S/M")(wait_for_ready=True)
+            await stream.write(b"x")
+            assert await stream.read() == b"x"
+            with pytest.raises(grpc.aio.AioRpcError, match="ping timeout"):
+                await asyncio.wait_for(stream.read(), 10)
+    finally:
+        frozen.kill()
+        await frozen.wait()
 
 
 @pytest.mark.slow
