@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.default_model import DEFAULT
+from engine.errors import CheckpointError
 from engine.models.draft_dialects import parse_draft
 from engine.models.draft_loading import DraftTarget
 from engine.weights import read_json
@@ -21,5 +22,9 @@ def draft_layers(settings: TargetSettings) -> tuple[int, ...]:
         return settings.warm_taps
     if settings.warm_draft == DEFAULT:
         return SHIPPED if settings.model == DEFAULT else ()
-    config = read_json(Path(settings.warm_draft).expanduser() / "config.json")
+    path = Path(settings.warm_draft).expanduser() / "config.json"
+    if not path.is_file():
+        accepted = 'a local directory with a config.json, or "default"'
+        raise CheckpointError(f"warm_draft is {settings.warm_draft!r}; accepted: {accepted}")
+    config = read_json(path)
     return tuple(parse_draft(config, DraftTarget(settings.model).described, "dflash").tap_ids)
