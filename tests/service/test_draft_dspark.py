@@ -335,5 +335,5 @@ def test_a_checkpoint_that_does_not_fit_is_refused_at_start(
 
 
 def test_a_folder_that_is_not_there_is_named(target: Path) -> None:
-    with pytest.raises(SpecwireError, match=r"dspark is 'nowhere'.*accepted: "):
+    with pytest.raises(SpecwireError, match=r"dspark is '/nonexistent/nowhere'; accepted: "):
         load(Path("/nonexistent/nowhere"), target)
