@@ -97,8 +97,10 @@ class PushStream:
             async with grpc.aio.insecure_channel(self._address, options=options) as channel:
                 worked = await self._connection(draft_pb2_grpc.DraftServiceStub(channel))
             delay = _BACKOFF_S[0] if worked else min(delay * 2, longest)
+            # Not `wait_for`: of Python 3.11 it drops a cancel that comes with the end of the wait.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._hurry.wait()
 
     async def _wait(self) -> None:
         self._changed.clear()

@@ -121,6 +121,25 @@ async def test_who_comes_during_a_try_that_fails_waits_for_no_pause(
         await stream.close()
 
 
+async def test_a_stream_that_is_closed_as_its_pause_ends_is_closed(tmp_path: Path) -> None:
+    """A cancel that comes with the end of the wait must not be taken for it."""
+    closing: list[asyncio.Task[None]] = []
+
+    class Ending(PushStream):
+        async def _connection(self, stub: Any) -> bool:
+            if closing:
+                await asyncio.sleep(60)
+            self.attach()
+            closing.append(asyncio.create_task(self.close()))
+            return False
+
+    stream = Ending(f"unix:{tmp_path / 'd.sock'}", TargetSettings(), 1, Metrics())
+    stream.attach()
+    async with asyncio.timeout(5):
+        while not (closing and closing[0].done()):  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("answer", [b"\xff\xff\xff", spoilt_text()])
 async def test_an_answer_that_cannot_be_read_ends_one_stream_only(
     tmp_path: Path, answer: bytes
