@@ -74,7 +74,7 @@ def compile_first(
     began = time.perf_counter()
     with _Compilers(stopped) as pool:
         try:
-            with AsyncCompileMode(pool), _nothing_launched(), _Zeros():
+            with AsyncCompileMode(pool), _nothing_launched(), Zeros():
                 run()
         except failures as error:
             if not isinstance(error, _Stopped):
@@ -85,8 +85,9 @@ def compile_first(
     )
 
 
-class _Zeros(TorchFunctionMode):
-    """Memory that a launch would have filled, such as tokens whose rows are gathered next."""
+class Zeros(TorchFunctionMode):
+    """Makes memory that a launch would have filled, such as tokens whose rows are gathered next,
+    hold zeros."""
 
     _instead: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {
         torch.empty: torch.zeros,

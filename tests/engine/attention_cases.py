@@ -4,15 +4,14 @@ bit by bit. Used by test_attention_gpu.py and tests/load/bench_attention.py."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, LayerMode, Span
+from engine.attention.base import AttentionBackend, DeviceAttention, LayerMode, Span
 from engine.attention.few_rows import FEW
 from engine.attention.mask import gather, key_range
 from engine.kv.cache import KVCache, KVGeometry
@@ -29,6 +28,7 @@ MODES = (
     LayerMode(causal=False, window=100),
 )
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+WIDTHS = (1, 8)  # of the spans of captured steps
 CONTEXTS = (1, 15, 17, 64, 100, 129, 513, 1000, 1024, 1500, 2048, 4096, 5000, 8192)
 
 
@@ -46,6 +46,8 @@ class Case:
     # TRITON_ATTN: rows are compared bit by bit too, which takes four times as many kernels, and
     # those compile for longer than they run. Otherwise no tiles of few rows are tried either.
     bits: bool = True
+    causal: tuple[bool, ...] = (True, False)
+    device: str = "cuda"
 
     @property
     def types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -57,7 +59,8 @@ class Case:
 
 
 def modes_of(case: Case) -> tuple[LayerMode, ...]:
-    return MODES[:2] if case.backend == "FLASHINFER" else MODES
+    modes = MODES[:2] if case.backend == "FLASHINFER" else MODES
+    return tuple(mode for mode in modes if mode.causal in case.causal)
 
 
 def batch_of(longest: int = 32768) -> list[tuple[int, int]]:
@@ -66,19 +69,17 @@ def batch_of(longest: int = 32768) -> list[tuple[int, int]]:
     return [*spans, (longest - 8, 8), (longest - 1, 1), (700, 333), (0, 40)]
 
 
-def build(
-    case: Case, batch: Sequence[tuple[int, int]], device: str = "cuda"
-) -> tuple[KVCache, list[Span]]:
+def build(case: Case, batch: Sequence[tuple[int, int]]) -> tuple[KVCache, list[Span]]:
     """Random keys and values in shuffled pages; those behind the spans' ends too."""
     torch.manual_seed(3)
     pool = PagePool(sum(-(-(s + r) // case.page) for s, r in batch) + 1, case.page)
     layers = len(modes_of(case))
     geometry = KVGeometry(layers, case.kv_heads, case.dim, case.page, case.types[1])
-    cache = KVCache(geometry, pool.page_count, device)
+    cache = KVCache(geometry, pool.page_count, case.device)
     order = list(range(pool.page_count))
     random.Random(3).shuffle(order)
     for tensor in (*cache.k, *cache.v):
-        tensor.copy_(torch.randn(tensor.shape, device=device))
+        tensor.copy_(torch.randn(tensor.shape, device=case.device))
     spans, first = [], 0
     for start, rows in batch:
         table = pool.allocate(start + rows)
@@ -88,9 +89,9 @@ def build(
     return cache, spans
 
 
-def queries(case: Case, spans: Sequence[Span], device: str = "cuda") -> Tensor:
-    rows = sum(span.row_count for span in spans)
-    return torch.randn(rows, case.ratio * case.kv_heads, case.dim, device=device).to(case.types[0])
+def queries(case: Case, spans: Sequence[Span]) -> Tensor:
+    rows, heads = sum(span.row_count for span in spans), case.ratio * case.kv_heads
+    return torch.randn(rows, heads, case.dim, device=case.device).to(case.types[0])
 
 
 def reference(
@@ -133,6 +134,21 @@ def make(case: Case, cache: KVCache) -> AttentionBackend:
         return FlashInferAttention(cache, heads, modes, case.types[0])
     kinds = (FlashAttention, FlexAttention, TorchSdpa)
     return {kind.name: kind for kind in kinds}[case.backend](cache, heads, modes)
+
+
+def launch_all(case: Case, longest: int = 32768, short: int = 6000) -> None:
+    """All that the functions below launch with such a case, and no reference; a graph is not
+    captured."""
+    cache, spans = build(case, batch_of(longest))
+    q, backend = queries(case, spans), make(case, cache)
+    plan = backend.plan(spans)
+    for layer in range(len(backend.modes)):
+        backend.run(plan, layer, q)
+    if case.bits:
+        unequal_rows(case, batch_of(short))
+        for width in WIDTHS:
+            unequal_replays(case, width, capture=False)
+        lse_error(case)
 
 
 def errors(case: Case, batch: Sequence[tuple[int, int]]) -> dict[str, float]:
@@ -178,55 +194,74 @@ def unequal_rows(case: Case, batch: Sequence[tuple[int, int]]) -> list[str]:
     return found
 
 
-def unequal_replays(case: Case, width: int = 8, capacity: int = 4) -> list[str]:
-    """A graph captured for one batch, replayed for others, against eager runs of those."""
-    starts = [30, 3000, 900, 8000, 1, 127, 1024 - width]
+def unequal_replays(case: Case, width: int, capture: bool = True) -> list[str]:
+    """A graph captured for one batch, replayed for others, against eager runs of those. Without
+    `capture`, and on a CPU, the same is launched again instead."""
+    starts, capacity = [30, 3000, 900, 8000, 1, 127, 1024 - width], 4
+    on_gpu = case.device == "cuda"
     cache, spans = build(case, [(start, width) for start in starts])
     backend = make(case, cache)
+    assert isinstance(backend, DeviceAttention)
     pages = max(len(span.table.pages) for span in spans)
     rows = capacity * width
-    host = torch.empty(backend.words(capacity, rows, pages), dtype=torch.int32, pin_memory=True)
-    words = torch.empty(host.shape, dtype=torch.int32, device="cuda")
+    host = torch.empty(backend.words(capacity, rows, pages), dtype=torch.int32, pin_memory=on_gpu)
+    words = torch.empty(host.shape, dtype=torch.int32, device=case.device)
     q = queries(case, spans)[:rows].clone()
 
     def fill(chosen: Sequence[int]) -> list[Span]:
         own = [replace(spans[i], first_row=n * width) for n, i in enumerate(chosen)]
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
         backend.fill(host.numpy(), own, capacity, pages)
-        words.copy_(host, non_blocking=True)
+        words.copy_(host, non_blocking=on_gpu)
         return own
+
+    def launch() -> list[Tensor]:
+        return [backend.run(plan, layer, q) for layer in range(len(backend.modes))]
 
     fill([0, 1])
     plan = backend.view(words, capacity, pages, width)
-    layers = range(len(backend.modes))
-    for _ in range(2):
-        for layer in layers:
-            backend.run(plan, layer, q)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [backend.run(plan, layer, q) for layer in layers]
+    replay = captured(launch) if capture and on_gpu else launch
     found = []
     for chosen in ([0, 1], [3, 2, 5, 4], [6], [5, 0, 3], [2, 2, 2, 2]):
         own = fill(chosen)
         q.normal_()
-        graph.replay()
-        eager = backend.plan(own)
+        outs, eager = replay(), backend.plan(own)
         used = slice(len(own) * width)
-        for layer in layers:
+        for layer, mode in enumerate(backend.modes):
             if not torch.equal(outs[layer][used], backend.run(eager, layer, q[used])):
-                found.append(f"{backend.modes[layer]}: spans {chosen}")
+                found.append(f"{mode}: spans {chosen}")
     return found
 
 
+def captured(launch: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """What replays the launches, and returns what they returned as they were captured."""
+    for _ in range(2):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = launch()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return outs
+
+    return replay
+
+
 def lse_error(case: Case) -> float:
-    """The largest difference of the log-sum-exp from fp64, non-causal rows over 5,000 keys."""
+    """The largest difference of the log-sum-exp from fp64, non-causal rows over 5,000 keys; 0 where
+    the case has no such rows."""
+    if LayerMode(causal=False) not in modes_of(case):
+        return 0.0
     cache, spans = build(case, [(4990, 10), (3, 2)])
-    q = queries(case, spans)
-    _, lse = make(case, cache).run_with_lse(make(case, cache).plan(spans), 1, q)
+    q, ours = queries(case, spans), make_ours(case, cache)
+    layer = ours.modes.index(LayerMode(causal=False))
+    _, lse = ours.run_with_lse(ours.plan(spans), layer, q)
     worst = 0.0
     for span in spans:
-        k = gather(cache, 1, span, span.start + span.row_count)[0].double()
+        k = gather(cache, layer, span, span.start + span.row_count)[0].double()
         rows = slice(span.first_row, span.first_row + span.row_count)
         own = q[rows].double().unflatten(1, (case.kv_heads, -1))
         scores = torch.einsum("rhgd,khd->rhgk", own, k) * case.dim**-0.5
@@ -236,15 +271,23 @@ def lse_error(case: Case) -> float:
 
 def all_cases() -> list[Case]:
     """Head sizes x GQA ratios x page sizes of TRITON_ATTN in bf16; other dtypes and backends over
-    part of them."""
+    part of them. Those compared bit by bit are causal or not, in turns over sizes and ratios: that
+    halves what is compiled."""
     dims, ratios, pages = (64, 128, 80, 256), (1, 3, 4, 8), (16, 32, 64)
-    ours = partial(Case, "TRITON_ATTN")
-    cases = [ours(d, r, p, bits=p == 16) for d in dims for r in ratios for p in pages]
-    cases += [ours(d, r, 16, "float32") for d in dims for r in (1, 4)]
-    cases += [ours(d, 3, 32, "float16") for d in (64, 128)]
+    cases = [
+        Case("TRITON_ATTN", d, r, p, bits=p == 16) for d in dims for r in ratios for p in pages
+    ]
+    cases += [Case("TRITON_ATTN", d, r, 16, "float32") for d in dims for r in (1, 4)]
+    cases += [Case("TRITON_ATTN", d, 3, 32, "float16") for d in (64, 128)]
     for kv in ("float8_e4m3fn", "float8_e5m2"):
-        cases += [ours(d, 4, 16, "bfloat16", kv) for d in (64, 128)]
-    cases.append(ours(64, 3, 16, "float32", "bfloat16"))
+        cases += [Case("TRITON_ATTN", d, 4, 16, "bfloat16", kv) for d in (64, 128)]
+    cases.append(Case("TRITON_ATTN", 64, 3, 16, "float32", "bfloat16"))
+    cases = [
+        replace(case, causal=((dims.index(case.dim) + ratios.index(case.ratio)) % 2 == 0,))
+        if case.bits
+        else case
+        for case in cases
+    ]
     for name in ("FLASH_ATTN", "TORCH_SDPA"):
         cases += [Case(name, d, r, 16) for d in dims for r in (1, 3, 8)]
     cases += [

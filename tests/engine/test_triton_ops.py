@@ -63,6 +63,12 @@ def test_kernels_are_compiled_before_they_are_launched() -> None:
     ]
 
 
+def test_a_check_finds_its_kernels_compiled() -> None:
+    """What is compiled ahead is what the cases launch, and the compiler's cache has it then."""
+    said = run("tests/engine/attention_kernel_checks.py", TRITON_INTERPRET="0").splitlines()
+    assert said[0] == "the same" and said[-1] == "3 found, 0 not", said
+
+
 # Nothing here is written by a kernel near in front: words, tables and weights. What is only asked
 # for is not read.
 BEFORE_WAIT = {

@@ -34,7 +34,7 @@ SHORT = ([(0, 5), (60, 1), (33, 8)], [(0, 1), (17, 3)])
 
 def cases_of(backend: str) -> Iterator[cases.Case]:
     if DEVICE == "cpu":
-        yield cases.Case(backend, 64, 2, 16, DTYPE)
+        yield cases.Case(backend, 64, 2, 16, DTYPE, device=DEVICE)
         return
     for dim, ratio, page in ((64, 1, 16), (64, 3, 32), (64, 8, 64), (128, 4, 16), (128, 8, 32)):
         yield cases.Case(backend, dim, ratio, page, DTYPE)
@@ -45,7 +45,7 @@ def wrong_of(case: cases.Case) -> tuple[float, list[str]]:
     batches of a size, as the steps of a service are."""
     batches = BATCHES if DEVICE == "cuda" else SHORT
     longest = [(s, r) for batch in batches for s, r in batch]
-    cache, spans = cases.build(case, longest, DEVICE)
+    cache, spans = cases.build(case, longest)
     modes = cases.modes_of(case)
     resolution = resolve_attention(
         AttentionOptions(case.backend, case.dtype, case.page),
@@ -65,7 +65,7 @@ def wrong_of(case: cases.Case) -> tuple[float, list[str]]:
             span = spans.pop(0)
             own.append(cases.replace(span, first_row=first))
             first += span.row_count
-        padded = cases.queries(case, own, DEVICE)
+        padded = cases.queries(case, own)
         q = torch.cat((padded, padded[:3]))  # rows behind the last span
         plan = backend.plan(own)
         for layer, mode in enumerate(modes):
