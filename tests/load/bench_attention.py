@@ -27,7 +27,7 @@ from tests.engine import attention_cases as cases
 from tests.load import attention_kernels, attention_sweep
 from tests.load import attention_times as times
 
-WORKERS = 14
+WORKERS, COMPILERS = 14, 16
 
 
 def check_one(case: cases.Case) -> tuple[str, list[str], str]:
@@ -69,10 +69,11 @@ def check(workers: int, only: str, part: str) -> int:
     begun, failed = time.monotonic(), 0
     todo = chosen_cases(only, part)
     worst: dict[str, list[str]] = {}
+    compilers = min(len(os.sched_getaffinity(0)), COMPILERS)
     # Workers that compile need no GPU; those that run cases set up theirs with the first one.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__spec__.name, "engine.attention.triton_attn"])
-    with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
+    context.set_forkserver_preload(["tests.load.bench_attention", "engine.attention.triton_attn"])
+    with ProcessPoolExecutor(compilers, context, torch.set_num_threads, (1,)) as pool:
         attention_kernels.compile_all([c for c in todo if c.backend == "TRITON_ATTN"], pool)
     compiled = time.monotonic() - begun
     with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
