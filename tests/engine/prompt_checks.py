@@ -11,54 +11,39 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from engine import step_shapes
-from engine.api import Item, ItemResult, Sampling
+from engine.api import WarmUp
 from engine.config import EngineConfig
 from engine.graphs import StepGraphs
-from engine.kv.latent import LatentCache
 from engine.ragged_words import Room
 from engine.runner import NativeEngine
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.latent_engine_checks import VARIANTS
+from tests.engine.prompt_mixes import (
+    KINDS,
+    MOST_BEFORE,
+    Unwritten,
+    launched,
+    mix,
+    pages_of,
+    same,
+)
 from tests.engine.test_dialects import CASES
 from tests.engine.tiny import load_tiny, write_llama, write_model
 from tests.service.colocated_draft_check import pair, rounds
 
 ON_GPU = torch.cuda.is_available()
-KINDS = (
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.9, seed=2**63 + 5, top_k=20, top_p=0.9),
-    Sampling(temperature=1.2, seed=3, choice=2, min_p=0.05),
-    Sampling(temperature=0.7, seed=11),
-)
 # Rows that a prompt's chunk has, and mixes tried of each.
 SIZES = (7, 40, 100, 150, 300, 700) if ON_GPU else (3, 12, 25)
 MIXES = 6 if ON_GPU else 3
 LONGEST, PAGES = (2048, 600) if ON_GPU else (96, 40)
-
-
-class Unwritten(TorchFunctionMode):
-    """Memory that is asked for holds what no sum survives."""
-
-    _asked: ClassVar[set[Callable[..., Any]]] = {
-        torch.empty, torch.empty_like, torch.Tensor.new_empty,
-    }  # fmt: skip
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in self._asked and made.is_floating_point():
-            made.fill_(torch.nan)
-        return made
 
 
 @contextmanager
@@ -73,69 +58,21 @@ def small_rooms() -> Iterator[None]:
         step_shapes._ROWS, step_shapes._DRAWS, step_shapes._SPANS = kept
 
 
-@contextmanager
-def launched(engine: NativeEngine) -> Iterator[None]:
-    """No step with prompts is padded meanwhile."""
-    stepper = engine._stepper
-    assert stepper is not None
-    kept, stepper._graphs = stepper._graphs, StepGraphs("none", False)
-    try:
-        yield
-    finally:
-        stepper._graphs = kept
-
-
 def graphs_of(engine: NativeEngine) -> StepGraphs[Any]:
+    """None is captured yet; on a GPU most kernels are compiled, side by side."""
     assert engine._stepper is not None
-    if not ON_GPU:
-        engine._stepper._graphs = FakeGraphs()
+    if ON_GPU:
+        engine.warm_up(WarmUp(sessions=1, widest=1))
+    engine._stepper._graphs = StepGraphs("step", True) if ON_GPU else FakeGraphs()
     return engine._stepper._graphs
-
-
-def pages_of(engine: NativeEngine) -> list[torch.Tensor]:
-    """All of the target's cache but the page that belongs to no session, by reference."""
-    cache: Any = engine._cache
-    every = [cache.data] if isinstance(cache, LatentCache) else [*cache.k, *cache.v]
-    size = cache.page_count
-    axes = [tensor.shape.index(size) for tensor in every]
-    return [t.narrow(axis, 0, size - 1) for t, axis in zip(every, axes, strict=True)]
-
-
-def mix(rng: random.Random, engine: NativeEngine, chunk: int, taps: tuple[int, ...]) -> list[Item]:
-    """A prompt's chunk of so many rows, beside others, blocks and single tokens in any order; each
-    behind a context of its own."""
-    items, asked = [], [(chunk, rng.choice([0, 1]))]
-    if rng.random() < 0.5:
-        rows = rng.randint(1, 4)
-        asked.append((rows, rng.randint(0, 1)))
-    asked += [(rows, rows) for rows in (rng.randint(1, 3) for _ in range(rng.randint(0, 3)))]
-    rng.shuffle(asked)
-    for rows, draws in asked:
-        start = rng.choice([0, rng.randint(1, 40)])
-        table = engine.allocate(start + rows)
-        if start:
-            ids = [rng.randrange(3, 90) for _ in range(start)]
-            engine.step([Item(table, ids, 0, 0)])
-        ids, kind = [rng.randrange(3, 90) for _ in range(rows)], rng.choice(KINDS)
-        items.append(Item(table, ids, start, draws, kind, taps=rng.choice([(), taps])))
-    return items
-
-
-def same(one: Sequence[ItemResult], other: Sequence[ItemResult]) -> bool:
-    for a, b in zip(one, other, strict=True):
-        rows = (a.rows is None) == (b.rows is None)
-        if rows and a.rows is not None and b.rows is not None:
-            rows = torch.equal(a.rows, b.rows)
-        if not rows or (a.tokens, a.accepted, a.width) != (b.tokens, b.accepted, b.width):
-            return False
-    return True
 
 
 @torch.inference_mode()
 def compare(engine: NativeEngine, taps: tuple[int, ...], seed: int = 0) -> None:
     rng, graphs = random.Random(seed), graphs_of(engine)
     rooms, replays = set[Room](), 0
-    for size in SIZES:
+    sizes = [size for size in SIZES if size + MOST_BEFORE <= engine.info.max_length]
+    for size in sizes:
         for number in range(MIXES):
             with launched(engine):
                 items = mix(rng, engine, size, taps)
@@ -159,8 +96,8 @@ def compare(engine: NativeEngine, taps: tuple[int, ...], seed: int = 0) -> None:
             replays += not new
             for item in items:
                 item.table.free()
-    assert replays and any(room.rows >= max(SIZES) for room in rooms), (replays, rooms)
-    print(f"{len(SIZES) * MIXES} steps equal, {replays} of them replays, {len(rooms)} rooms")
+    assert replays and any(room.rows >= sizes[-1] for room in rooms), (replays, rooms)
+    print(f"{len(sizes) * MIXES} steps equal, {replays} of them replays, {len(rooms)} rooms")
     engine.check_integrity()
 
 

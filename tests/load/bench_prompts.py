@@ -15,8 +15,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ import torch
 
 from engine.api import Item, ItemResult, Sampling, WarmUp
 from engine.config import EngineConfig
-from engine.graphs import StepGraphs
 from engine.kv.pool import PageTable
 from engine.loading import load_engine
 from engine.ragged_words import Room
 from engine.runner import NativeEngine
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.interpreter import make_quicker
+from tests.engine.prompt_mixes import launched
 from tests.load.random_pair import SHAPES, write_target
 
 ON_GPU = torch.cuda.is_available()
@@ -69,17 +69,6 @@ def load(directory: Path) -> NativeEngine:
     if not ON_GPU:
         engine._stepper._graphs = FakeGraphs()
     return engine
-
-
-@contextmanager
-def launched(engine: NativeEngine) -> Iterator[None]:
-    """Nothing is captured, replayed or padded for a graph meanwhile."""
-    stepper: Any = engine._stepper
-    kept, stepper._graphs = stepper._graphs, StepGraphs("none", False)
-    try:
-        yield
-    finally:
-        stepper._graphs = kept
 
 
 def decoding(engine: NativeEngine, count: int) -> list[PageTable]:
