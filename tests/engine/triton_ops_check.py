@@ -130,8 +130,9 @@ def check_wide(dtype: torch.dtype) -> None:
     tile = (tiles.Tile(n=16, k=16, warps=4, stages=2, rows=32),)
     x, stream, scale = rand(rows, k, dtype=dtype), rand(rows, k) * 30, rand(k)
     w, b = rand(n, k, dtype=dtype), rand(n, dtype=dtype)
-    fitting = [tiles.wide_tile(tile, count, n, False, dtype) for count in (rows, 32)]
-    assert fitting == [tile[0] if dtype == torch.bfloat16 else None, None]
+    fitting = [tiles.wide_tile(tile, count, n, False, dtype) for count in (rows, 17, 16)]
+    many = tile[0] if dtype == torch.bfloat16 else None
+    assert fitting == [many, many, None]
     runs: dict[str, Callable[[tiles.Wide], torch.Tensor]] = {
         "linear": lambda wide: ops.linear(x, w, b, wide=wide),
         "norm_linear": lambda wide: ops.norm_linear(stream, scale, EPS, w, b, wide=wide),

@@ -76,24 +76,31 @@ def half_tile(n: int, k: int, dtype: torch.dtype) -> Tile:
     return replace(tile, n=min(tile.n, 32) // 2)
 
 
-# What many rows may be given, the largest first.
+# What more rows may be given, the largest first. A product of a large weight takes as long as its
+# weights do up to 64 rows, if each of them is fetched once: by a tile that holds all the rows, with
+# about as many programs as there are multiprocessors, or several for each.
 WIDE: Wide = (
-    Tile(n=256, k=64, warps=8, stages=3, rows=128, fewest=128),
-    Tile(n=128, k=64, warps=8, stages=3, rows=128, fewest=192),
-    Tile(n=64, k=64, warps=4, stages=4, rows=64, fewest=192),
+    Tile(n=256, k=64, warps=8, stages=4, rows=128, fewest=128, whole=True),
+    Tile(n=128, k=64, warps=4, stages=4, rows=64, fewest=192),
+    Tile(n=64, k=64, warps=4, stages=4, rows=64, fewest=256),
+    Tile(n=64, k=128, warps=4, stages=6, rows=64, fewest=96, whole=True),
+    Tile(n=32, k=256, warps=4, stages=4, rows=64, fewest=112, whole=True),
     Tile(n=64, k=128, warps=4, stages=3, rows=64, fewest=32),
+    Tile(n=64, k=128, warps=2, stages=3, rows=32, fewest=192, whole=True),
+    Tile(n=64, k=256, warps=4, stages=4, rows=32, fewest=96, whole=True),
+    Tile(n=32, k=256, warps=4, stages=6, rows=32, fewest=112, whole=True),
 )
-_NARROW_ROWS = 32
 
 
 @functools.lru_cache(4096)
 def wide_tile(wide: Wide, rows: int, n: int, gated: bool, weight: torch.dtype) -> Tile | None:
-    """Of `wide` the tile for [rows, n]; None: those of few rows are better, as always for an fp32
-    weight (a router's), of which `wide` says nothing. A gated product has two sums for each output,
-    so half the columns."""
-    for tile in wide if rows > _NARROW_ROWS and weight != torch.float32 else ():
+    """Of `wide` the tile for [rows, n], none of which may be half empty; None: those of few rows
+    are better, as always for an fp32 weight (a router's), of which `wide` says nothing. A gated
+    product has two sums for each output, so half the columns."""
+    for tile in wide if rows > ROWS and weight != torch.float32 else ():
         columns = tile.n // (1 + gated)
-        if -(-rows // tile.rows) * -(-n // columns) >= tile.fewest:
+        programs = -(-rows // tile.rows) * -(-n // columns)
+        if rows > tile.rows // 2 and programs >= tile.fewest:
             return replace(tile, n=columns)
     return None
 
