@@ -17,10 +17,10 @@ from engine.ragged_words import Room
 
 # Keys in front of a prompt's chunk: none, one chunk of the attention's, several.
 _STARTS = (0, 256, 2048)
-# Rows of launched prompts: more are 16 or fewer.
-_LAUNCHED_ROWS = (5, 24)
-# Rows that draw in one launched step: up to 16 are launched in another way than more.
-_DRAWS = (1, 17)
+# Rows of launched prompts, and rows that draw: up to 64 are launched in another way than more, and
+# up to 16, 32 and 64 may have tiles of their own.
+_LAUNCHED_ROWS = (24, 96)
+_DRAWS = (1, 17, 33, 65)
 # What is only compiled for has no more rows: logits of more would take memory that others need.
 _MOST_ROWS = 512
 # Where rows are asked for there are twice as many steps: those with filters are captured of up to
