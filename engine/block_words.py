@@ -6,6 +6,7 @@ The rows and spans beyond a step's own write nothing that counts and are not rea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +15,19 @@ from torch import Tensor
 from engine.api import Item
 from engine.attention.base import DeviceAttention, Span
 from engine.batch import Placed, slots_of
+from engine.choose import Chosen, matched
 from engine.draw_rows import DrawRows, DrawWords, draw_words
 from engine.step_words import StepWords
 
 # Blocks from which on their places are found all at once.
 _MANY = 4
+
+
+class Blocks(NamedTuple):
+    """Spans of a step, and rows of each."""
+
+    batch: int
+    width: int
 
 
 class BlockWords:
@@ -27,13 +36,14 @@ class BlockWords:
     def __init__(
         self,
         backend: DeviceAttention,
-        batch: int,
-        width: int,
+        shape: Blocks,
         pages_per_span: int,
         scratch_slot: int,
     ) -> None:
-        device = backend.cache.device
-        self._backend, self._batch, self.width = backend, batch, width
+        device, (batch, width) = backend.cache.device, shape
+        self._backend, self.shape, self._batch, self._width = backend, shape, batch, width
+        # Rows of the last step that are its own or stand between those.
+        self.used = 0
         self._page_tokens = backend.cache.geometry.page_tokens
         self._pages, self._scratch_slot = pages_per_span, scratch_slot
         self.rows = rows = batch * width
@@ -58,7 +68,7 @@ class BlockWords:
 
     def fill(self, items: Sequence[Item]) -> list[Placed]:
         """Writes a step and sends it to the device. The step before must be over."""
-        width, first = self.width, 0
+        width, first = self._width, 0
         ids: list[int] = []
         spans, placed, blocks = [], [], []
         for item in items:
@@ -71,6 +81,7 @@ class BlockWords:
             placed.append(Placed(item, first, width))
             blocks.append(item.sampling)
             first += width
+        self.used = first
         self._ids[:first], self._ids[first:] = ids, 0
         if len(items) >= _MANY and width <= self._page_tokens:
             self._place_many(spans)
@@ -104,7 +115,7 @@ class BlockWords:
             for span in spans
         ]
         start, count, page, last = np.array(where, dtype=np.int32).T[:, :, None]
-        row, used = np.arange(self.width, dtype=np.int32), len(spans) * self.width
+        row, used = np.arange(self._width, dtype=np.int32), len(spans) * self._width
         own, offset = row < count, start % size + row
         slots = np.where(offset < size, page, last - 1) * size + offset
         self._positions[:used] = np.where(own, start + row, 0).ravel()
@@ -112,18 +123,32 @@ class BlockWords:
         self._positions[used:], self._slots[used:] = 0, self._scratch_slot
 
     def device(self, name: str) -> Tensor:
-        """ids, positions, slots or draw_rows: int32 [rows]."""
+        """ids, positions or slots: int32 [rows]."""
         return self._words.device(name)
+
+    def wanted(self) -> Tensor:
+        """Rows whose logits are made, int32 [rows]: all."""
+        return self._words.device("draw_rows")
 
     def plan(self) -> object:
         """The attention's plan of whatever was filled last."""
         words = self._words.device("attention")
-        return self._backend.view(words, self._batch, self._pages, self.width)
+        return self._backend.view(words, self._batch, self._pages, self._width)
 
     def draws(self, filtered: bool) -> DrawRows:
         return DrawRows.of(self._words.device("draws"), self.rows, filtered)
 
-    def drawn(self, count: int) -> list[int]:
-        """Tokens of the first rows, once the step is over."""
-        tokens: list[int] = self._drawn[:count].tolist()
-        return tokens
+    def matched(self, items: Sequence[Item]) -> list[Chosen]:
+        """What `plain` items get of `tokens`, once the step is over."""
+        drawn, width = self._drawn[: self.used].tolist(), self._width
+        return [
+            matched(item, drawn[at * width : at * width + item.draws])
+            for at, item in enumerate(items)
+        ]
+
+    def logits_of(self, items: Sequence[Item], logits: Tensor) -> Tensor:
+        """The items' own of logits [rows, vocabulary], item after item."""
+        width = self._width
+        return logits[
+            [at * width + row for at, own in enumerate(items) for row in range(own.draws)]
+        ]

@@ -106,8 +106,8 @@ def _dtype(
 
 
 def chunk_of(config: EngineConfig, device: torch.device) -> int:
-    """Most rows of a prompt in one step. On a GPU a step with prompts is launched kernel by kernel,
-    which takes as long for a thousand rows of a small model as for one."""
+    """Most rows of a prompt in one step. On a GPU a thousand rows of a small model take little
+    longer than a few."""
     return config.prefill_chunk or (256 if device.type == "cpu" else 1024)
 
 

@@ -38,7 +38,7 @@ from engine.kv.prefix import chain_root
 from engine.models.dflash import Block
 from engine.models.draft_context import ContextRows
 from engine.models.draft_loading import LoadedDraft
-from engine.warm import prompt_rows
+from engine.warm_shapes import prompt_rows
 
 # Rows that one forward writes at most, and at least where nobody waits for them.
 _FORWARD_ROWS, _WORTH_WRITING = 512, 64

@@ -24,13 +24,15 @@ from engine.kernels.triton.dependent import flags
 from engine.kv.cache import PagedCache
 
 _WORKSPACE_BYTES = 256 << 20
+# Programs of a multiprocessor that combine tiles of prompts and blocks: about what it holds.
+_COMBINING = 16
 _INTERPRETED_PROCESSORS = 3  # few, so that small tests see every kind of schedule
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
     """Words of one step on the device, and what its launches depend on besides. `rows` folded rows
-    are in a tile. `tiles` bounds the tiles to combine, 0 where there can be none, by programs of
+    are in a tile. So many as `tiles` are combined at once, none where it is 0, by programs of
     `combined` folded rows; `whole` and `finish` as in `paged._attend`."""
 
     words: Tensor
@@ -105,9 +107,13 @@ class TritonPaged(DeviceAttention):
         schedule = self._schedule
         keys = pages_per_span * self.cache.geometry.page_tokens
         records = schedule.records(len(words), span_capacity, pages_per_span)
-        tiles = span_capacity * schedule.tiles_of(width) if width else records
         partial = min(records, schedule.slots) if keys > self.tiles.keys else 0
         folded, rows = width * schedule.group, self._rows(width)
+        tiles = span_capacity * schedule.tiles_of(width)
+        combined = self._combined_rows(rows, tiles, width)
+        if not width:  # most programs would find nothing to do, and starting them takes time
+            held = _COMBINING * self._processors * combined
+            tiles = min(records, -(-held // (rows * self.cache.geometry.kv_heads)))
         few = partial and 0 < folded <= FEW_ROWS
         sums, parted, arrived = self._partial_results(partial)
         return TritonPlan(
@@ -118,7 +124,7 @@ class TritonPaged(DeviceAttention):
             programs=max(1, min(records, schedule.programs)),
             rows=rows,
             tiles=tiles if partial else 0,
-            combined=self._combined_rows(rows, tiles, width),
+            combined=combined,
             whole=schedule.whole(span_capacity, width, keys, records),
             finish=max(4, 1 << (folded - 1).bit_length()) if few else 0,
             sums=sums,

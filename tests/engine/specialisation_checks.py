@@ -96,7 +96,11 @@ def engine_of(folder: Path) -> tuple[NativeEngine, FakeGraphs]:
 
 def some_step(rng: random.Random, engine: NativeEngine) -> list[Item]:
     """Up to two prompts' chunks beside the blocks of other sessions, or either alone."""
-    sampling = rng.choice([Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.9)])
+    # Where logits are changed, if by nothing, steps with prompts are launched.
+    bias = rng.choice([(), (), ((3, 0.0),)])
+    sampling = rng.choice(
+        [Sampling(0.0, logit_bias=bias), Sampling(1.0, top_p=0.9, logit_bias=bias)]
+    )
     room, asked = engine.info.prefill_chunk, []
     for _ in range(rng.choice([0, 0, 1, 1, 2])):
         rows = min(room, rng.choice([rng.randint(1, 16), rng.randint(1, 256)]))

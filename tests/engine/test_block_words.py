@@ -12,7 +12,7 @@ from engine.api import Item, Sampling
 from engine.attention.mode import LayerMode
 from engine.attention.triton_attn import TritonAttention
 from engine.batch import slots_of
-from engine.block_words import BlockWords
+from engine.block_words import Blocks, BlockWords
 from engine.draw_rows import DrawRows
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool, PageTable
@@ -25,7 +25,7 @@ KINDS = (Sampling(temperature=0.0), SAMPLED, Sampling(temperature=1.3, min_p=0.1
 def words(batch: int, width: int) -> BlockWords:
     cache = KVCache(KVGeometry(1, 1, 16, PAGE, torch.bfloat16), PAGES, "cpu")
     backend = TritonAttention(cache, 1, [LayerMode()], torch.bfloat16)
-    return BlockWords(backend, batch, width, 8, SCRATCH)
+    return BlockWords(backend, Blocks(batch, width), 8, SCRATCH)
 
 
 def tables(rng: random.Random, count: int) -> list[PageTable]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine import warm
+from engine import warm_shapes
 from engine.api import Item, Sampling, WarmUp
+from engine.block_words import Blocks
 from engine.errors import SettingRefused
 from engine.graphs import up_to
+from engine.ragged_words import Room
+from engine.warm_shapes import prompt_rows
 from tests.engine import interpreted
 from tests.engine.fake_graphs import FakeGraphs
 from tests.load.free_model import LAYERS, FreeEngine
@@ -28,6 +33,11 @@ def engine_of(sessions: int = 8) -> tuple[FreeEngine, FakeGraphs]:
     return engine, graphs
 
 
+def shapes_of(graphs: FakeGraphs, kind: type[Any]) -> list[Any]:
+    """Of the graphs captured, those of that kind."""
+    return [key[0] for key in graphs.keys if isinstance(key[0], kind)]  # type: ignore[index]
+
+
 def once_ns_of(engine: FreeEngine, sessions: int, rows: int, **options: object) -> int:
     """What a step of that shape takes once."""
     tables = [engine.allocate(40 + rows) for _ in range(sessions)]
@@ -43,7 +53,11 @@ def once_ns_of(engine: FreeEngine, sessions: int, rows: int, **options: object) 
 def test_no_step_of_a_session_captures_again() -> None:
     engine, graphs = engine_of()
     count = engine.warm_up(WarmUp(sessions=3, widest=6, exports=(1, 2)))
-    assert count > len(graphs.keys) == len(set(graphs.keys)) == 4 * (2 * 4 + 2)
+    assert count > len(graphs.keys) == len(set(graphs.keys))
+    assert len(shapes_of(graphs, Blocks)) == 4 * (2 * 4 + 2)
+    sizes = (32, 64, 128, 192, 256, 384)
+    rooms = [Room(rows, min(rows, 136), min(rows, 128)) for rows in sizes]
+    assert sorted(shapes_of(graphs, Room)) == sorted(2 * rooms)  # with the rows asked for and not
     for sessions in (1, 2, 3, 4):
         for rows in range(1, 9):
             for sampling in (GREEDY, FILTERED):
@@ -54,6 +68,23 @@ def test_no_step_of_a_session_captures_again() -> None:
                     assert found == 0, (sessions, rows, sampling, taps)
     assert once_ns_of(engine, 5, 1) and once_ns_of(engine, 1, 9)
     assert once_ns_of(engine, 1, 1, taps=(3,))
+
+
+def test_no_prompt_beside_blocks_captures_again() -> None:
+    engine, _ = engine_of()
+    engine.warm_up(WarmUp(sessions=4, widest=6, exports=(1, 2)))
+    before = engine.once_ns
+    for prompt in (2, 31, 32, 40, 256):
+        for blocks in (0, 1, 4):
+            for options in ({}, {"sampling": FILTERED}, {"taps": (1, 2)}):
+                tables = [engine.allocate(prompt), *(engine.allocate(6) for _ in range(blocks))]
+                items = [Item(tables[0], [5] * prompt, 0, 1, **options)]  # type: ignore[arg-type]
+                items += [Item(table, [7] * 6, 0, 6, **options) for table in tables[1:]]  # type: ignore[arg-type]
+                found = engine.step(items)
+                assert found[0].tokens == (6,) and all(own.tokens == (8,) for own in found[1:])
+                assert engine.once_ns == before, (prompt, blocks, options)
+                for table in tables:
+                    table.free()
 
 
 def test_no_page_is_kept(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +104,12 @@ def test_what_has_no_pages_is_left_out() -> None:
     held = few.allocate((few.stats().total - 3) * 16)
     assert 0 < few.warm_up(WarmUp(sessions=4, widest=2)) < whole
     # Three sessions find pages, but there is no graph of three.
-    assert {key[0] for key in few_graphs.keys} == {1, 2, 4} < {key[0] for key in graphs.keys}  # type: ignore[index]
+    few_batches, batches = (
+        {shape.batch for shape in shapes_of(found, Blocks)} for found in (few_graphs, graphs)
+    )
+    assert few_batches == {1, 2} < batches == {1, 2, 4}
+    # Nor do prompts of more rows than three pages have.
+    assert {room.rows for room in shapes_of(few_graphs, Room)} == {32}
     held.free()
     none, graphs = engine_of()
     held = none.allocate(none.stats().total * 16)
@@ -85,10 +121,12 @@ def test_what_has_no_pages_is_left_out() -> None:
 def test_more_sessions_are_compiled_for_but_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, graphs = engine_of(64)
     run: list[tuple[int, int, bool]] = []
+    prompts: list[tuple[int, int, bool]] = []
     plain = engine._step
 
     def step(items, launched=None, capture=True):  # type: ignore[no-untyped-def]
-        run.append((len(items), len(items[0].ids), capture))
+        kept = run if items[0].draws == len(items[0].ids) else prompts
+        kept.append((len(items), len(items[0].ids), capture))
         return plain(items, capture=capture)
 
     monkeypatch.setattr(engine, "_step", step)
@@ -96,21 +134,24 @@ def test_more_sessions_are_compiled_for_but_not_captured(monkeypatch: pytest.Mon
     assert {(n, rows) for n, rows, capture in run if not capture} == {
         (n, rows) for n in (4, 8, 16, 24, 32, 48, 64) for rows in (1, 2, 4)
     } | {(96, 1), (96, 2), (96, 4), (128, 1), (128, 2), (128, 4)}
-    assert {key[0] for key in graphs.keys} == {1, 2, 4, 8}  # type: ignore[index]
+    assert {shape.batch for shape in shapes_of(graphs, Blocks)} == {1, 2}
+    # Of prompts those of more rows and draws than a chunk beside two blocks has.
+    assert [rows for _, rows, capture in prompts if not capture] == [768, 512, 384, 256, 192]
+    assert {room.rows for room in shapes_of(graphs, Room)} == {32, 64, 128, 192, 256, 384}
 
 
 def test_sessions_that_are_not_drafted_for_have_graphs_of_their_own() -> None:
     wanted, taps = WarmUp(sessions=8, widest=1, exports=(0, 1), apart=True), (0, 1)
-    assert list(warm._kinds(wanted, 2)) == [
+    assert list(warm_shapes._kinds(wanted, 2)) == [
         (which, drafted, filtered)
         for drafted in (True, False)
         for which in (taps, ())
         for filtered in (False, True)
     ]
-    assert list(warm._kinds(wanted, 4)) == [
+    assert list(warm_shapes._kinds(wanted, 4)) == [
         (which, drafted, False) for drafted in (True, False) for which in (taps, ())
     ]
-    assert list(warm._kinds(WarmUp(8, 1), 8)) == [((), True, False), ((), True, True)]
+    assert list(warm_shapes._kinds(WarmUp(8, 1), 8)) == [((), True, False), ((), True, True)]
 
 
 @pytest.mark.parametrize(("independent", "modes"), [(True, {True}), (False, {False})])
@@ -122,7 +163,7 @@ def test_what_need_not_be_exact_runs_where_other_kernels_do(
     assert stepper is not None
     monkeypatch.setattr(type(stepper), "loose", lambda _, rows: rows >= 64)
     found: dict[tuple[int, int], set[bool]] = {}
-    for shape in warm.shapes(stepper, WarmUp(sessions=8, widest=8), 64, independent):
+    for shape in warm_shapes.shapes(stepper, WarmUp(sessions=8, widest=8), 64, independent):
         if shape.draws == shape.rows and shape.captured:
             found.setdefault((shape.sessions, shape.rows), set()).add(shape.exact)
     assert found.pop((8, 8)) == modes | {False}
@@ -145,9 +186,9 @@ def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...]) -> None:
 
 
 def test_chunks_cover_every_size_of_tiles() -> None:
-    assert warm.prompt_rows(256) == [5, 24, 48, 64, 96, 128, 192, 256, 320]
-    assert warm.prompt_rows(16) == [5, 16, 20]
-    assert warm.prompt_rows(1) == [1]
+    assert prompt_rows(256) == [5, 24, 48, 64, 96, 128, 192, 256, 320]
+    assert prompt_rows(16) == [5, 16, 20]
+    assert prompt_rows(1) == [1]
 
 
 def test_sizes_that_are_taken() -> None:

@@ -12,7 +12,7 @@ from draft_svc.colocated import BlockDrafter
 from draft_svc.methods.base import Request
 from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.first_runs import first_runs
-from engine import block_step, device_step, warm
+from engine import block_step, step_shapes, warm_shapes
 from engine.api import Ask, Item, Sampling, WarmUp
 from engine.block_step import BlockStepper, CallShape
 from engine.config import EngineConfig
@@ -34,14 +34,15 @@ def few_shapes() -> Iterator[None]:
     kept = [
         (module, name, getattr(module, name))
         for module, names in (
-            (device_step, ("_BATCHES",)),
+            (step_shapes, ("_BATCHES", "_ROWS")),
             (block_step, ("_BATCHES", "_MOST_ROWS")),
-            (warm, ("_DRAWS", "_MOST_ROWS")),
+            (warm_shapes, ("_DRAWS", "_MOST_ROWS")),
         )
         for name in names
     ]
-    device_step._BATCHES = block_step._BATCHES = (1, 2)
-    warm._DRAWS, warm._MOST_ROWS, block_step._MOST_ROWS = (), 0, 0
+    step_shapes._BATCHES = block_step._BATCHES = (1, 2)
+    step_shapes._ROWS = (18,)
+    warm_shapes._DRAWS, warm_shapes._MOST_ROWS, block_step._MOST_ROWS = (), 0, 0
     try:
         yield
     finally:

@@ -1,0 +1,140 @@
+"""The steps that an engine runs before there are sessions, so that none of them waits for a
+compiler or for the capture of a graph.
+
+A kernel is compiled for what it is launched with: the tile of so many rows, the launch of few
+rows, spans over one chunk of keys or several. Every shape here is there for one of these, or for a
+graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.api import WarmUp
+from engine.device_step import DeviceStepper
+from engine.ragged_words import Room
+
+# Keys in front of a prompt's chunk: none, one chunk of the attention's, several.
+_STARTS = (0, 256, 2048)
+# Rows of launched prompts, and rows that draw: up to 64 are launched in another way than more, and
+# up to 16, 32 and 64 may have tiles of their own.
+_LAUNCHED_ROWS = (24, 96)
+_DRAWS = (1, 17, 33, 65)
+# What is only compiled for has no more rows: logits of more would take memory that others need.
+_MOST_ROWS = 512
+# Where rows are asked for there are twice as many steps: those with filters are captured of up to
+# so many.
+_FEW_SESSIONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step of `sessions` items alike, of `rows` rows behind `start` positions. `captured`: by a
+    graph, where one can hold it. `launched`: the host chooses from the logits."""
+
+    sessions: int
+    rows: int
+    draws: int
+    start: int = 0
+    filtered: bool = False
+    exact: bool = True
+    taps: tuple[int, ...] = ()
+    drafted: bool = True
+    captured: bool = True
+    launched: bool = False
+
+
+# Of so many sessions with so many rows: exact, or not, or both where they differ.
+Modes = Callable[[int, int], Sequence[bool]]
+
+
+def shapes(
+    stepper: DeviceStepper, wanted: WarmUp, chunk: int, independent: bool
+) -> Iterator[Shape]:
+    """Prompts, then blocks, the largest first: the others find the memory that it took."""
+
+    def modes(sessions: int, rows: int) -> Sequence[bool]:
+        if independent:
+            return (True, False) if stepper.loose(sessions * rows) else (True,)
+        return (True, False) if sessions == 1 else (False,)  # exact items run alone
+
+    yield from _launched(chunk, modes)
+    yield from _prompts(stepper, wanted, chunk, modes)
+    held = stepper.shapes(wanted.sessions, wanted.widest)
+    for sessions, rows in reversed(stepper.shapes(_MOST_ROWS, wanted.widest)):
+        if (sessions, rows) not in held and sessions * rows <= _MOST_ROWS:
+            for exact in modes(sessions, rows):
+                yield Shape(sessions, rows, rows, exact=exact, captured=False)
+    for sessions, rows in reversed(held):
+        for exact in modes(sessions, rows):
+            for taps, drafted, filtered in _kinds(wanted, sessions):
+                yield Shape(
+                    sessions, rows, rows, filtered=filtered, exact=exact, taps=taps, drafted=drafted
+                )
+
+
+def _prompts(stepper: DeviceStepper, wanted: WarmUp, chunk: int, modes: Modes) -> Iterator[Shape]:
+    """Prompts as graphs hold them, up to a chunk beside the blocks of all sessions."""
+    beside = wanted.sessions * wanted.widest
+    held = stepper.prompt_shapes(chunk + beside, beside)
+    rows, draws = ({room.rows for room in held}, {room.draws for room in held})
+    for room in reversed(stepper.prompt_shapes(chunk + _MOST_ROWS, _MOST_ROWS)):
+        if room.rows not in rows or room.draws not in draws:
+            rows.add(room.rows)
+            draws.add(room.draws)
+            for exact in modes(1, room.rows):
+                yield _prompt(room, exact, captured=False)
+    # Whether rows have filters is no matter here.
+    kinds = dict.fromkeys((taps, drafted) for taps, drafted, _ in _kinds(wanted, 1))
+    for room in reversed(held):
+        for exact in modes(1, room.rows):
+            for taps, drafted in kinds:
+                yield _prompt(room, exact, taps, drafted)
+
+
+def _prompt(
+    room: Room,
+    exact: bool,
+    taps: tuple[int, ...] = (),
+    drafted: bool = True,
+    captured: bool = True,
+) -> Shape:
+    # One row more than draw: with as many it would be a block.
+    draws = min(room.draws, room.rows - 1)
+    return Shape(1, room.rows, draws, exact=exact, taps=taps, drafted=drafted, captured=captured)
+
+
+def _launched(chunk: int, modes: Modes) -> Iterator[Shape]:
+    """Prompts as they are launched: the sizes of chunks, then what else such a step draws."""
+    for rows in prompt_rows(chunk):
+        for start in _STARTS if rows in _LAUNCHED_ROWS else (0,):
+            for exact in modes(1, rows):
+                yield Shape(1, rows, 1, start, exact=exact, launched=True)
+    for filtered in (False, True):
+        for draws in _DRAWS:
+            yield Shape(1, draws + 1, draws, filtered=filtered, launched=True)
+    # The first rows that leave the device.
+    yield Shape(1, 5, 1, taps=(0,), launched=True)
+
+
+def prompt_rows(chunk: int) -> list[int]:
+    """Sizes of chunks of up to `chunk` rows, one for each choice of tiles and of launches; last of
+    a chunk that stands beside blocks."""
+    sizes = {5, 24, 48, chunk}
+    power = 64
+    while power < chunk:
+        sizes |= {power, power + power // 2}
+        power *= 2
+    return sorted({size for size in sizes if size <= chunk} | {chunk + chunk // 4})
+
+
+def _kinds(wanted: WarmUp, sessions: int) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
+    """Layers whose rows are asked for, whether a co-located drafter reads its own, and whether rows
+    have filters."""
+    every = not wanted.exports or sessions <= _FEW_SESSIONS
+    for drafted in (True, False) if wanted.apart else (True,):
+        for taps in dict.fromkeys((wanted.exports, ())):
+            for filtered in (False, True):
+                if every or not filtered:
+                    yield taps, drafted, filtered
