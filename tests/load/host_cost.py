@@ -9,6 +9,11 @@ for each token in each process. CPU time tells the truth on a busy machine too; 
 (milliseconds between two steps, tokens a second) does not. With --pause-ms 0 or a pause so short
 that the target is never waited for, the services are as far behind as they can be. To compare two
 trees, --against DIR: its services run in turn with this tree's, both with this tree's clients.
+
+What a separate round costs outside the two forwards, at one session (wall time, on a quiet host):
+
+    python -m tests.load.host_cost --modes separate --sessions 1 --bare --k 3 --pause-ms 1 \\
+        --repeats 5
 """
 
 from __future__ import annotations
@@ -26,10 +31,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.load.stamps import outside
+
 MODES = ("plain", "colocated", "separate")
 ROOT = Path(__file__).resolve().parents[2]
 SETTLE_S = 0.7
-Spent = dict[str, dict[str, int]]
+Spent = dict[str, dict[str, Any]]
 
 
 class Service:
@@ -61,11 +68,11 @@ class Service:
             self._process.kill()
             self._process.wait()
 
-    def spent(self) -> dict[str, int]:
+    def spent(self) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        found: dict[str, int] = json.loads(self._process.stdout.readline())
+        found: dict[str, Any] = json.loads(self._process.stdout.readline())
         return found
 
 
@@ -128,7 +135,7 @@ def measure(tree: Path, mode: str, count: int, o: argparse.Namespace) -> dict[st
 
 def _figures(before: Spent, after: Spent, seconds: float) -> dict[str, float]:
     def grown(name: str, what: str) -> int:
-        return after[name].get(what, 0) - before[name].get(what, 0)
+        return int(after[name].get(what, 0)) - int(before[name].get(what, 0))
 
     steps, items = grown("target", "steps"), max(1, grown("target", "items"))
     told = [name for name in before if name.startswith("client")]
@@ -141,6 +148,8 @@ def _figures(before: Spent, after: Spent, seconds: float) -> dict[str, float]:
         found[f"{name} for a token"] = sum(spent.values()) / tokens
     found["target engine's step"] = grown("target", "step_ns") / 1e3 / items
     found["wall between two steps"] = grown("target", "gap_ns") / 1e3 / items
+    if "draft" in after:
+        found |= outside(after["target"]["stamps"], after["draft"]["stamps"])
     return found
 
 
@@ -151,7 +160,8 @@ def print_medians(mode: str, count: int, runs: dict[str, list[dict[str, float]]]
     print(" " * width + "".join(f"{label:>10}" for label in runs))
     for name in names:
         row = [statistics.median(one[name] for one in found) for found in runs.values()]
-        print(f"{name:{width}}" + "".join(f"{value:>10.1f}" for value in row), flush=True)
+        places = 3 if " ms" in name else 1
+        print(f"{name:{width}}" + "".join(f"{value:>10.{places}f}" for value in row), flush=True)
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -167,7 +177,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=1, help="runs of each tree, in turn")
     add("--pause-ms", type=float, default=0.25, help="of a forward, for each session")
     add("--k", type=int, default=7, help="draft tokens a round; 0: adaptive")
-    add("--bare", action="store_true", help="no engine's work on the host; not in `separate`")
+    add("--bare", action="store_true", help="no engine's work on the host")
     add("--clients", type=int, default=1, help="client processes")
     add("--temperature", type=float, default=0.0)
     add("--prompt-tokens", type=int, default=128)
