@@ -151,7 +151,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 for ask in frame.asks:
                     self._protocol.asked(frame.target_incarnation, ask, reply)
         finally:
-            acks.take()
+            acks.close()
             outbox.close()
 
     def _put(self, outbox: Outbox[Answer], answer: Answer) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.api import Item, ItemResult, TokenLogprobs
+from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.asks import Answer, Answered, Question
 from target_svc.metrics import Metrics
@@ -88,10 +89,12 @@ class Answers:
 
     def flush(self) -> None:
         """Sends everything. Sessions that were closed meanwhile hear nothing more."""
+        if self._waiting:
+            self._say()
         while self._steps:
             self._metrics.step(*self._steps.pop())
-        if not self._waiting:
-            return
+
+    def _say(self) -> None:
         waiting, self._waiting = self._waiting, []
         opens = verifies = accepted = tokens = 0
         for ended in waiting:
@@ -114,14 +117,17 @@ class Answers:
                 if session.sink is not None and not ended.rows_sent:
                     ended.rows_sent = True
                     _send_missed(ended)
-                    _send_rows(ended)
+                    sent = _send_rows(ended)
                     if ended.question is not None:
                         session.sink.ask(ended.question, ended.answered or _unheard)
                         if session.held is not None:
                             session.held.asked()
+                    if sent is not None:
+                        session.history.add(*sent)
             except Exception as error:  # of the engine, which failed late: the others go on
                 self.on_lost(session, ended.step.step_id, error)
-        self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
+        if tokens:
+            self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
 
 
 def _unheard(answer: Answer) -> None:
@@ -213,12 +219,12 @@ def _send_missed(ended: Ended) -> None:
             session.sink.push(asked.step_id, start, missed)
 
 
-def _send_rows(ended: Ended) -> None:
-    """Keeps and pushes the rows of the session's part, except those that the draft already has; or
-    keeps them only."""
+def _send_rows(ended: Ended) -> tuple[int, Rows] | None:
+    """Pushes the rows of the session's part, except those that the draft already has; or not yet.
+    Returns them, as (start, rows), to be kept."""
     session, start = ended.session, ended.item.start
     if session.sink is None or (found := ended.result.rows) is None:
-        return
+        return None
     step_id = ended.step.step_id
     skip = max(0, session.rows_start - start) if step_id == 0 else 0
     # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
@@ -226,15 +232,15 @@ def _send_rows(ended: Ended) -> None:
     end = None if kept is None else ended.base + len(kept.tokens) - 1 - start
     wanted, first = as_rows(found)[skip:end], start + skip
     if not len(wanted):
-        return
-    session.history.add(first, wanted)
+        return None
     if ended.rows_wait:
         if session.waiting_from is None:
             session.waiting_from = first
-        return
+        return first, wanted
     if session.waiting_from is not None:
         earlier = session.history.between(session.waiting_from, first)
         ended.rows_from, session.waiting_from = session.waiting_from, None
         if earlier is not None:
             session.sink.push(step_id, *earlier)
     session.sink.push(step_id, first, wanted)
+    return first, wanted

@@ -86,6 +86,9 @@ class Running:
             step.width = result.width
             self._progress.end_item(session, item, result, now, proposal)
         self._answers.stepped(len(items), computed)
+        if not self._progress.ready:  # there is no step to be launched first
+            self._answers.flush()
+            await asyncio.sleep(0)  # it leaves before anything else is done
 
     def _failed(self, sessions: list[Session], error: Exception) -> None:
         """The sessions of a failed step end: what their pages hold is unknown."""

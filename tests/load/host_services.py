@@ -96,8 +96,10 @@ async def target(o: Options, profiled: Callable[[Any], None]) -> AsyncIterator[C
     await app._thread.call(profiled, None)
     try:
         names = ("steps", "items", "step_ns", "gap_ns")
-        yield lambda: (
-            {name: getattr(engine, name) for name in names} | {"stamps": engine.stamps.take()}
+        yield (
+            lambda: (
+                {name: getattr(engine, name) for name in names} | {"stamps": engine.stamps.take()}
+            )
         )
     finally:
         await app.stop()
