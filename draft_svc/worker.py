@@ -1,4 +1,4 @@
-"""The engine thread of a draft service: owns the methods and their contexts, and does the computing.
+"""The engine thread of a draft service: owns methods and contexts, and does the computing.
 
 The event loop puts jobs in; everything that waits becomes one tick, and what one callback of the
 loop put is never cut in two. Jobs take effect in the order they were put; the proposals of a tick
@@ -73,7 +73,7 @@ class Worker:
         if self._tidying is not None:
             self._tidying.cancel()
         if self._thread.is_alive():
-            self._hand_over()
+            self.hand_over()
             self._jobs.put(None)
             if self.infos:
                 await asyncio.to_thread(self._thread.join)
@@ -82,10 +82,12 @@ class Worker:
         """On the event loop. Rows, tokens and the question about them come in one message: the
         thread would begin with the rows alone, and with what it catches up on behind them."""
         if not self._next:
-            self._loop.call_soon(self._hand_over)
+            self._loop.call_soon(self.hand_over)
         self._next.append(job)
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
+        """Begins with what was put, where whoever put it will put no more: its answers are there
+        when this returns, or come later."""
         if self._next:
             jobs, self._next = self._next, []
             if not (self._in_place and self._brief and _one_asks(jobs) and self._here(jobs)):
@@ -137,7 +139,7 @@ class Worker:
             self._ticks = Ticks(methods)
             self._stats = self._ticks.stats()
             self.infos = {name: method.info for name, method in methods.items()}
-            gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            gpu = _current_gpu()
         except Exception as error:
             failure = error
             self._post([lambda: self._settle(None, failure)])
@@ -206,6 +208,12 @@ class Worker:
             self._jobs.put(None)  # first what came before the end
             return taken, lists
         return None
+
+
+def _current_gpu() -> int | None:
+    """Of this thread; None where torch uses none."""
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if used else None
 
 
 def _one_asks(jobs: list[Job]) -> bool:

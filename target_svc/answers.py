@@ -6,7 +6,7 @@ must not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,8 @@ from target_svc.outcome import Outcome
 from target_svc.proposing import Made
 from target_svc.rows import as_rows
 from target_svc.sessions import Session, Step
+
+Kept = tuple[int, Rows]  # a position and the rows from there on
 
 
 @dataclass(slots=True)
@@ -96,6 +98,7 @@ class Answers:
 
     def _say(self) -> None:
         waiting, self._waiting = self._waiting, []
+        sent: list[tuple[Ended, Kept | None]] = []
         opens = verifies = accepted = tokens = 0
         for ended in waiting:
             session, kept = ended.session, ended.kept
@@ -117,15 +120,12 @@ class Answers:
                 if session.sink is not None and not ended.rows_sent:
                     ended.rows_sent = True
                     _send_missed(ended)
-                    sent = _send_rows(ended)
+                    sent.append((ended, _send_rows(ended)))
                     if ended.question is not None:
                         session.sink.ask(ended.question, ended.answered or _unheard)
-                        if session.held is not None:
-                            session.held.asked()
-                    if sent is not None:
-                        session.history.add(*sent)
             except Exception as error:  # of the engine, which failed late: the others go on
                 self.on_lost(session, ended.step.step_id, error)
+        _after_sending(sent)
         if tokens:
             self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
 
@@ -207,6 +207,19 @@ def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
     )
 
 
+def _after_sending(sent: Sequence[tuple[Ended, Kept | None]]) -> None:
+    """Questions leave now, those of all sessions together; what nobody waits for is done then."""
+    for ended, _ in sent:
+        if ended.question is not None and ended.session.sink is not None:
+            ended.session.sink.hurry()
+    for ended, kept in sent:
+        session = ended.session
+        if session.held is not None and ended.answered is not None:
+            session.held.asked()
+        if kept is not None:
+            session.history.add(*kept)
+
+
 def _send_missed(ended: Ended) -> None:
     """Rows of earlier steps whose tokens the draft is told of only now: it has dropped those that
     it was not asked about, or never had them."""
@@ -219,9 +232,9 @@ def _send_missed(ended: Ended) -> None:
             session.sink.push(asked.step_id, start, missed)
 
 
-def _send_rows(ended: Ended) -> tuple[int, Rows] | None:
+def _send_rows(ended: Ended) -> Kept | None:
     """Pushes the rows of the session's part, except those that the draft already has; or not yet.
-    Returns them, as (start, rows), to be kept."""
+    Returns what is to be kept."""
     session, start = ended.session, ended.item.start
     if session.sink is None or (found := ended.result.rows) is None:
         return None

@@ -103,6 +103,10 @@ class SessionRows:
         )
         self._stream.ask(self._name, ask, answered)
 
+    def hurry(self) -> None:
+        """Nothing more comes soon: what was pushed and asked leaves at once, where it can."""
+        self._stream.hurry()
+
     def forget(self) -> None:
         """Nobody waits for an answer any more."""
         self._stream.forget(self._name)

@@ -88,7 +88,6 @@ class Running:
         self._answers.stepped(len(items), computed)
         if not self._progress.ready:  # there is no step to be launched first
             self._answers.flush()
-            await asyncio.sleep(0)  # it leaves before anything else is done
 
     def _failed(self, sessions: list[Session], error: Exception) -> None:
         """The sessions of a failed step end: what their pages hold is unknown."""
