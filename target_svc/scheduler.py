@@ -164,11 +164,14 @@ class Scheduler:
         ends += [s.step.deadline for s in self.sessions if s.step and s.step.deadline is not None]
         ends += [loop.time() + _RETRY_S] if self._progress.ready else []
         ends += [self._reported + _REPORT_S] if self._unreported else []
-        timer = loop.call_at(min(ends), self._wake.set) if ends else None
+        timer = loop.call_at(min(ends), self._look) if ends else None
         await self._wake.wait()
         if timer is not None:
             timer.cancel()
+
+    def _look(self) -> None:
         self._look_at = 0.0
+        self._wake.set()
 
     def _expire(self, now: float) -> None:
         """Ends steps past their deadline and sessions past their lease, but none in mid-step."""
