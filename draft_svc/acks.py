@@ -5,6 +5,7 @@ own would take the interpreter from the work on that, here and there.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from specwire.v1 import draft_pb2
@@ -22,26 +23,47 @@ class Acks:
         self._put = put
         self._kept: list[draft_pb2.FeatureAck] = []
         self._bytes = 0
+        # When the first of them was kept.
+        self._since = 0.0
+        # Goes on behind an answer: to set one anew in each round costs more.
         self._timer: asyncio.TimerHandle | None = None
 
     def keep(self, acks: Sequence[draft_pb2.FeatureAck]) -> None:
         """Says them with the next answer, or by themselves where that is long in coming."""
         if not acks:
             return
+        if not self._kept:
+            self._since = time.monotonic()
         self._kept += acks
         self._bytes += sum(ack.credit_bytes for ack in acks)
         if self._bytes > _MOST_BYTES:
             self._flush()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_WITHIN_S, self._flush)
+            self._look_in(_WITHIN_S)
 
     def take(self) -> list[draft_pb2.FeatureAck]:
         """Those that were kept, to be sent by the caller."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         kept, self._kept, self._bytes = self._kept, [], 0
         return kept
+
+    def close(self) -> None:
+        """Nobody is told any more."""
+        self.take()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._kept:
+            return
+        left = self._since + _WITHIN_S - time.monotonic()
+        if left > 0:
+            self._look_in(left)
+        else:
+            self._flush()
 
     def _flush(self) -> None:
         if kept := self.take():

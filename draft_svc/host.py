@@ -11,7 +11,8 @@ from typing import Self
 from draft_svc.metrics import Metrics
 from draft_svc.protocol import Limits, Protocol
 from draft_svc.service import SERVICE_NAME, DraftServicer
-from draft_svc.worker import Methods, Worker
+from draft_svc.ticks import Methods
+from draft_svc.worker import Worker
 from engine.api import never
 from specwire.rpc import new_incarnation
 from specwire.serve import GrpcHost

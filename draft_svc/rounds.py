@@ -130,8 +130,8 @@ class Rounds:
             self._answer(session, step, replies.refusal(session.key, step.step_id, computed.error))
         else:
             draft, seconds = computed.draft, computed.compute_ns / 1e9
-            self.metrics.proposed(session.info.method, len(draft.ids), seconds)
             self._finish(session, step, draft, computed)
+            self.metrics.proposed(session.info.method, len(draft.ids), seconds)
 
     def _finish(
         self, session: Session, step: Step, draft: Draft, computed: Computed | None = None

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any
 
-from draft_svc.acks import Acks
 from draft_svc.info import drafter_infos
 from draft_svc.protocol import Protocol
+from draft_svc.row_stream import RowStream
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR, Outbox, OutboxFull
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 SERVICE_NAME = "specwire.v1.DraftService"
-
-Answer = TypeVar("Answer", draft_pb2.DraftReply, draft_pb2.PushFeaturesResponse)
 
 
 def worker_info(incarnation: int, device: str) -> common_pb2.WorkerInfo:
@@ -32,7 +29,9 @@ def worker_info(incarnation: int, device: str) -> common_pb2.WorkerInfo:
 
 
 @asynccontextmanager
-async def _reading(read: Coroutine[Any, Any, None], outbox: Outbox[Answer]) -> AsyncIterator[None]:
+async def _reading(
+    read: Coroutine[Any, Any, None], outbox: Outbox[draft_pb2.DraftReply]
+) -> AsyncIterator[None]:
     """Reads a stream, which fills the outbox, while the block answers it out of that."""
     reader = asyncio.create_task(read)
     try:
@@ -116,45 +115,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         finally:
             outbox.close()
 
-    async def PushFeatures(
+    async def PushFeatures(  # type: ignore[override]  # it writes, instead of yielding
         self, request_iterator: AsyncIterator[draft_pb2.PushFeaturesRequest], context: Any
-    ) -> AsyncIterator[draft_pb2.PushFeaturesResponse]:
-        outbox: Outbox[draft_pb2.PushFeaturesResponse] = Outbox()
-        async with _reading(self._read_rows(request_iterator, outbox), outbox):
-            while answers := await outbox.take_all():
-                response = answers[0]
-                for more in answers[1:]:
-                    response.MergeFrom(more)
-                yield response
-
-    async def _read_rows(
-        self,
-        frames: AsyncIterator[draft_pb2.PushFeaturesRequest],
-        outbox: Outbox[draft_pb2.PushFeaturesResponse],
     ) -> None:
-        """Rows before the questions that came with them, which need them."""
-        rounds = self._protocol.rounds
-        acks = Acks(partial(self._put, outbox))
+        await RowStream(self._protocol, context.write).serve(request_iterator)
 
-        def reply(message: draft_pb2.DraftReply) -> None:
-            self._put(outbox, draft_pb2.PushFeaturesResponse(acks=acks.take(), replies=[message]))
-
-        try:
-            async for frame in frames:
-                taken = [
-                    rounds.take_rows(frame.target_incarnation, chunk) for chunk in frame.chunks
-                ]
-                if frame.asks:
-                    acks.keep(taken)
-                else:
-                    self._put(outbox, draft_pb2.PushFeaturesResponse(acks=acks.take() + taken))
-                for ask in frame.asks:
-                    self._protocol.asked(frame.target_incarnation, ask, reply)
-        finally:
-            acks.take()
-            outbox.close()
-
-    def _put(self, outbox: Outbox[Answer], answer: Answer) -> None:
+    def _put(self, outbox: Outbox[draft_pb2.DraftReply], answer: draft_pb2.DraftReply) -> None:
         try:
             outbox.put(answer)
         except OutboxFull:

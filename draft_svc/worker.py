@@ -1,31 +1,38 @@
-"""The engine thread: owns the methods and their contexts, and does all computing.
+"""The engine thread of a draft service: owns methods and contexts, and does the computing.
 
 The event loop puts jobs in; everything that waits becomes one tick, and what one callback of the
 loop put is never cut in two. Jobs take effect in the order they were put; the proposals of a tick
 are computed together at its end. Results go back to the loop in one call per tick.
+
+A GPU computes for the loop as well as for the thread. So where one session asks, nothing else waits
+and proposals are short, the tick runs on the loop: the way to the thread and back takes as long as
+some forwards do. On a CPU it never does: torch has threads of its own for each thread that calls.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Mapping
 
-from draft_svc.jobs import Computed, Handle, Job, OpenJob, ProposeJob, UpdateJob
-from draft_svc.methods.base import REASON_DEADLINE, AnyMethod, Draft, MethodInfo, Request
+import torch
+
+from draft_svc.jobs import Job, OpenJob, ProposeJob
+from draft_svc.methods.base import AnyMethod, MethodInfo
+from draft_svc.ticks import Methods, Result, Ticks
 from engine.api import never
-from engine.errors import BackendUnavailable, EngineError
+from engine.errors import BackendUnavailable
 from engine.kv.pool import PoolStats
-from specwire.errors import Reason, SpecwireError, internal_error
+from specwire.errors import Reason, SpecwireError
 
-log = logging.getLogger(__name__)
-
-Methods = Mapping[str, AnyMethod]
-Result = Callable[[], None]
+# A tick that took longer is the last one on the loop, until the thread has had a shorter one:
+# meanwhile nobody reads what comes, heartbeats and closes among it.
+_BRIEF_S = 0.003
+# When the thread looks after what a tick on the loop leaves to it; the answer has left by then.
+_TIDY_S = 0.001
 
 
 class Worker:
@@ -37,22 +44,36 @@ class Worker:
         self._jobs: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
         self._next: list[Job] = []
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
-        self._methods: Methods = {}
+        self._ticks = Ticks({})
+        # Held by whichever thread computes.
+        self._computing = threading.Lock()
+        # How many lists of jobs the thread was given, and how many it is through with.
+        self._given = self._done = 0
+        self._results: deque[Result] = deque()
+        self._in_place = False
+        self._brief = True
+        self._tidying: asyncio.TimerHandle | None = None
         self._stats = PoolStats(free=0, total=0, tables=0)
         self.infos: Mapping[str, MethodInfo] = {}
 
     async def start(self) -> None:
         """Returns when every method is loaded and warm; raises what loading raised."""
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._ready: asyncio.Future[int | None] = self._loop.create_future()
         self._thread.start()
-        await self._ready
+        gpu = await self._ready
+        if gpu is not None:  # of a thread: the current one of the loop's may be another
+            torch.cuda.set_device(gpu)
+        self._in_place = self.device != "cpu"
 
     async def stop(self) -> None:
         """Ends the thread after the jobs that wait. Harmless when it never started; where the
         methods are still loading, which may take minutes, they are left to it."""
+        self._in_place = False
+        if self._tidying is not None:
+            self._tidying.cancel()
         if self._thread.is_alive():
-            self._hand_over()
+            self.hand_over()
             self._jobs.put(None)
             if self.infos:
                 await asyncio.to_thread(self._thread.join)
@@ -61,17 +82,42 @@ class Worker:
         """On the event loop. Rows, tokens and the question about them come in one message: the
         thread would begin with the rows alone, and with what it catches up on behind them."""
         if not self._next:
-            self._loop.call_soon(self._hand_over)
+            self._loop.call_soon(self.hand_over)
         self._next.append(job)
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
+        """Begins with what was put, where whoever put it will put no more: its answers are there
+        when this returns, or come later."""
         if self._next:
             jobs, self._next = self._next, []
-            self._jobs.put(jobs)
+            if not (self._in_place and self._brief and _one_asks(jobs) and self._here(jobs)):
+                self._give(jobs)
+
+    def _give(self, jobs: list[Job]) -> None:
+        self._given += 1
+        self._jobs.put(jobs)
+
+    def _here(self, jobs: list[Job]) -> bool:
+        """Carries the jobs out on the loop, unless the thread has something to do."""
+        if self._done != self._given or not self._computing.acquire(blocking=False):
+            return False
+        try:
+            results = self._tick(jobs)
+        finally:
+            self._computing.release()
+        self._results += results
+        self._deliver()
+        if self._tidying is None:
+            self._tidying = self._loop.call_later(_TIDY_S, self._tidy)
+        return True
+
+    def _tidy(self) -> None:
+        self._tidying = None
+        self._give([])
 
     @property
     def stats(self) -> PoolStats:
-        """Pages of all methods after the last tick."""
+        """Pages of all methods after the last tick of the thread."""
         return self._stats
 
     @property
@@ -87,23 +133,29 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self._methods = self._load()
-            for name, method in self._methods.items():
+            methods = self._load()
+            for name, method in methods.items():
                 self._warm_up(name, method)
-            self.infos = {name: method.info for name, method in self._methods.items()}
-            self._publish_stats()
+            self._ticks = Ticks(methods)
+            self._stats = self._ticks.stats()
+            self.infos = {name: method.info for name, method in methods.items()}
+            gpu = _current_gpu()
         except Exception as error:
             failure = error
-            self._post([lambda: self._settle(failure)])
+            self._post([lambda: self._settle(None, failure)])
             return
-        self._post([lambda: self._settle(None)])
+        self._post([lambda: self._settle(gpu)])
         more_work = False
-        while (jobs := self._take(wait=not more_work)) is not None:
-            results = self._tick(jobs)
-            self._publish_stats()
+        while (taken := self._take(wait=not more_work)) is not None:
+            jobs, lists = taken
+            with self._computing:
+                results = self._tick(jobs)
+                self._stats = self._ticks.stats()
             if results:
                 self._post(results)
-            more_work = self._work()
+            self._done += lists
+            with self._computing:
+                more_work = self._ticks.work()
 
     def _warm_up(self, name: str, method: AnyMethod) -> None:
         try:
@@ -112,127 +164,64 @@ class Worker:
         except BackendUnavailable as error:
             raise SpecwireError(Reason.BACKEND_UNAVAILABLE, f"{name}: {error}") from error
 
-    def _settle(self, error: Exception | None) -> None:
+    def _settle(self, gpu: int | None, error: Exception | None = None) -> None:
         if self._ready.done():  # the start was cancelled
             return
         if error is None:
-            self._ready.set_result(None)
+            self._ready.set_result(gpu)
         else:
             self._ready.set_exception(error)
 
+    def _tick(self, jobs: list[Job]) -> list[Result]:
+        began = time.monotonic()
+        results = self._ticks.tick(jobs)
+        if jobs:
+            self._brief = time.monotonic() - began < _BRIEF_S
+        return results
+
     def _post(self, results: list[Result]) -> None:
-        def deliver() -> None:
-            for result in results:
-                result()
-
+        self._results += results
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(deliver)
+            self._loop.call_soon_threadsafe(self._deliver)
 
-    def _publish_stats(self) -> None:
-        all_stats = [method.stats() for method in self._methods.values()]
-        self._stats = PoolStats(
-            free=sum(s.free for s in all_stats),
-            total=sum(s.total for s in all_stats),
-            tables=sum(s.tables for s in all_stats),
-        )
+    def _deliver(self) -> None:
+        """In the order of the ticks, whichever thread they ran on."""
+        while self._results:
+            self._results.popleft()()
 
-    def _work(self) -> bool:
-        """One piece of background work of each method; whether any has more."""
-        more = False
-        for name, method in self._methods.items():
-            try:
-                more |= method.work()
-            except Exception as bug:
-                internal_error(log, f"{name} failed to catch up", bug)
-        return more
-
-    def _take(self, wait: bool) -> list[Job] | None:
-        """Everything that waits, at least one job where it is told to wait for one; None at the
-        end.
+    def _take(self, wait: bool) -> tuple[list[Job], int] | None:
+        """Everything that waits, and of how many lists it is; at least one where it is told to
+        wait for one. None at the end.
         """
         taken: list[Job] = []
+        lists = 0
         if not wait and self._jobs.empty():
-            return taken
+            return taken, lists
         jobs = self._jobs.get()
         while jobs is not None:
             taken += jobs
+            lists += 1
             if self._jobs.empty():
-                return taken
+                return taken, lists
             jobs = self._jobs.get()
         if taken:
             self._jobs.put(None)  # first what came before the end
-            return taken
+            return taken, lists
         return None
 
-    def _tick(self, jobs: list[Job]) -> list[Result]:
-        # The newest of each session: who asked before has had an answer.
-        wanted: dict[int, ProposeJob] = {}
-        results: list[Result] = []
-        for job in jobs:
-            if isinstance(job, OpenJob):
-                results.append(self._open(job))
-            elif isinstance(job, ProposeJob):
-                wanted[id(job.handle)] = job
-            elif isinstance(job, UpdateJob):
-                self._update(job)
-            else:
-                wanted.pop(id(job.handle), None)
-                self._close(job.handle)
-        by_method: dict[str, list[ProposeJob]] = {}
-        for ask in wanted.values():
-            by_method.setdefault(ask.handle.method, []).append(ask)
-        for name, asks in by_method.items():
-            results += self._propose(name, asks)
-        return results
 
-    def _open(self, job: OpenJob) -> Result:
-        done, error, have_rows = job.done, None, (0, 0)
-        method = self._methods[job.handle.method]
-        try:
-            job.handle.context = method.open(job.ids, job.sampling)
-            have_rows = method.restore(job.handle.context, job.target_fingerprint)
-        except EngineError as refusal:
-            error = SpecwireError(Reason.KV_PAGES_EXHAUSTED, str(refusal))
-        except Exception as bug:
-            error = internal_error(log, "opening a session failed", bug)
-        return lambda: done(error, have_rows)
+def _current_gpu() -> int | None:
+    """Of this thread; None where torch uses none."""
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if used else None
 
-    def _update(self, job: UpdateJob) -> None:
-        context = job.handle.context
-        if context is None:
-            return
-        try:
-            self._methods[job.handle.method].update(context, job.keep, job.tokens, job.rows)
-        except Exception as bug:
-            internal_error(log, "an update failed; its session proposes no more", bug)
-            self._close(job.handle)
 
-    def _propose(self, name: str, jobs: list[ProposeJob]) -> list[Result]:
-        method = self._methods[name]
-        began, once_before = time.monotonic_ns(), method.once_ns
-        now = time.monotonic()
-        # For those whose time is over nobody waits; computing them would make others late.
-        over = {id(job): Draft(reason=REASON_DEADLINE) for job in jobs if job.deadline < now}
-        live = [job for job in jobs if job.handle.context is not None and id(job) not in over]
-        drafts: Sequence[Draft] = ()
-        error: SpecwireError | None = None
-        try:
-            if live:
-                drafts = method.propose([Request(j.handle.context, j.k, j.deadline) for j in live])
-        except Exception as bug:
-            error = internal_error(log, f"{name} failed to propose", bug)
-        once = method.once_ns - once_before
-        spent = time.monotonic_ns() - began - once
-        lost = SpecwireError(Reason.SESSION_UNKNOWN, "the session has no context any more")
-        by_job = over | dict(zip((id(job) for job in live), drafts, strict=False))
-        results: list[Result] = []
-        for job in jobs:
-            draft = by_job.get(id(job))
-            failed = None if draft is not None else (error or lost)
-            results.append(partial(job.done, Computed(draft or Draft(), failed, spent, once)))
-        return results
-
-    def _close(self, handle: Handle) -> None:
-        context, handle.context = handle.context, None
-        if context is not None:
-            self._methods[handle.method].close(context)
+def _one_asks(jobs: list[Job]) -> bool:
+    """Whether the jobs are of a round of one session: those that ask together are computed
+    together, behind what others put meanwhile, and to open a session may take long."""
+    asked = 0
+    for job in jobs:
+        if isinstance(job, OpenJob):
+            return False
+        asked += isinstance(job, ProposeJob)
+    return asked == 1

@@ -6,11 +6,12 @@ must not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.api import Item, ItemResult, TokenLogprobs
+from specwire.tensors import Rows
 from specwire.v1 import common_pb2, target_pb2
 from target_svc.asks import Answer, Answered, Question
 from target_svc.metrics import Metrics
@@ -18,6 +19,8 @@ from target_svc.outcome import Outcome
 from target_svc.proposing import Made
 from target_svc.rows import as_rows
 from target_svc.sessions import Session, Step
+
+Kept = tuple[int, Rows]  # a position and the rows from there on
 
 
 @dataclass(slots=True)
@@ -88,11 +91,14 @@ class Answers:
 
     def flush(self) -> None:
         """Sends everything. Sessions that were closed meanwhile hear nothing more."""
+        if self._waiting:
+            self._say()
         while self._steps:
             self._metrics.step(*self._steps.pop())
-        if not self._waiting:
-            return
+
+    def _say(self) -> None:
         waiting, self._waiting = self._waiting, []
+        sent: list[tuple[Ended, Kept | None]] = []
         opens = verifies = accepted = tokens = 0
         for ended in waiting:
             session, kept = ended.session, ended.kept
@@ -114,14 +120,14 @@ class Answers:
                 if session.sink is not None and not ended.rows_sent:
                     ended.rows_sent = True
                     _send_missed(ended)
-                    _send_rows(ended)
+                    sent.append((ended, _send_rows(ended)))
                     if ended.question is not None:
                         session.sink.ask(ended.question, ended.answered or _unheard)
-                        if session.held is not None:
-                            session.held.asked()
             except Exception as error:  # of the engine, which failed late: the others go on
                 self.on_lost(session, ended.step.step_id, error)
-        self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
+        _after_sending(sent)
+        if tokens:
+            self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
 
 
 def _unheard(answer: Answer) -> None:
@@ -201,6 +207,19 @@ def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
     )
 
 
+def _after_sending(sent: Sequence[tuple[Ended, Kept | None]]) -> None:
+    """Questions leave now, those of all sessions together; what nobody waits for is done then."""
+    for ended, _ in sent:
+        if ended.question is not None and ended.session.sink is not None:
+            ended.session.sink.hurry()
+    for ended, kept in sent:
+        session = ended.session
+        if session.held is not None and ended.answered is not None:
+            session.held.asked()
+        if kept is not None:
+            session.history.add(*kept)
+
+
 def _send_missed(ended: Ended) -> None:
     """Rows of earlier steps whose tokens the draft is told of only now: it has dropped those that
     it was not asked about, or never had them."""
@@ -213,12 +232,12 @@ def _send_missed(ended: Ended) -> None:
             session.sink.push(asked.step_id, start, missed)
 
 
-def _send_rows(ended: Ended) -> None:
-    """Keeps and pushes the rows of the session's part, except those that the draft already has; or
-    keeps them only."""
+def _send_rows(ended: Ended) -> Kept | None:
+    """Pushes the rows of the session's part, except those that the draft already has; or not yet.
+    Returns what is to be kept."""
     session, start = ended.session, ended.item.start
     if session.sink is None or (found := ended.result.rows) is None:
-        return
+        return None
     step_id = ended.step.step_id
     skip = max(0, session.rows_start - start) if step_id == 0 else 0
     # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
@@ -226,15 +245,15 @@ def _send_rows(ended: Ended) -> None:
     end = None if kept is None else ended.base + len(kept.tokens) - 1 - start
     wanted, first = as_rows(found)[skip:end], start + skip
     if not len(wanted):
-        return
-    session.history.add(first, wanted)
+        return None
     if ended.rows_wait:
         if session.waiting_from is None:
             session.waiting_from = first
-        return
+        return first, wanted
     if session.waiting_from is not None:
         earlier = session.history.between(session.waiting_from, first)
         ended.rows_from, session.waiting_from = session.waiting_from, None
         if earlier is not None:
             session.sink.push(step_id, *earlier)
     session.sink.push(step_id, first, wanted)
+    return first, wanted

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from fnmatch import fnmatchcase
 
 from specwire.errors import Reason, SpecwireError
+from specwire.rpc import CHUNK_BYTES
 from specwire.tensors import Rows, chunk_rows, rows_to_bytes
 from specwire.v1 import draft_pb2
 from target_svc.asks import Answered, Question
@@ -78,7 +79,8 @@ class SessionRows:
         stream.attach()
 
     def push(self, step_id: int, start: int, rows: Rows) -> None:
-        for offset, part in chunk_rows(rows):
+        parts = ((0, rows),) if rows.nbytes <= CHUNK_BYTES else chunk_rows(rows)
+        for offset, part in parts:
             chunk = draft_pb2.FeatureChunk(
                 key=self._key,
                 step_id=step_id,
@@ -102,6 +104,10 @@ class SessionRows:
             rows_count=len(question.tokens),
         )
         self._stream.ask(self._name, ask, answered)
+
+    def hurry(self) -> None:
+        """Nothing more comes soon: what was pushed and asked leaves at once, where it can."""
+        self._stream.hurry()
 
     def forget(self) -> None:
         """Nobody waits for an answer any more."""

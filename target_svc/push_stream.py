@@ -16,6 +16,7 @@ import grpc
 from specwire.errors import Reason, internal_error
 from specwire.rpc import CHUNK_BYTES, channel_options
 from specwire.v1 import draft_pb2, draft_pb2_grpc
+from specwire.writer import Writer
 from target_svc.asks import LOST, Answered, OpenAsks
 from target_svc.metrics import Metrics
 from target_svc.sessions import Key
@@ -44,6 +45,7 @@ class PushStream:
         self._hopeful = True
         self._queued = 0
         self._in_flight = 0
+        self._writer: Writer[draft_pb2.PushFeaturesRequest] | None = None
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()
         self.users = 0
@@ -65,7 +67,7 @@ class PushStream:
             return
         self._queue.append(chunk)
         self._queued += len(chunk.rows)
-        self._changed.set()
+        self._wake()
 
     def ask(self, name: Key, ask: draft_pb2.Advance, answered: Answered) -> None:
         """Questions need no credit: a session has one at a time."""
@@ -74,7 +76,17 @@ class PushStream:
             return
         self._open_asks.add(name, ask.step_id, answered)
         self._asks[name] = ask
+        self._wake()
+
+    def hurry(self) -> None:
+        """Sends what waits before it returns, where the stream is free for it."""
+        if self._writer is not None:
+            self._writer.hurry()
+
+    def _wake(self) -> None:
         self._changed.set()
+        if self._writer is not None:
+            self._writer.wake()
 
     def forget(self, name: Key) -> None:
         """The session is over, or waits no longer: nobody is told of an answer any more."""
@@ -113,8 +125,14 @@ class PushStream:
         """
         call = stub.PushFeatures()
         self._in_flight = 0
+
+        async def write(request: draft_pb2.PushFeaturesRequest) -> None:
+            await call.write(request)
+            self._metrics.rows("sent", sum(len(chunk.rows) for chunk in request.chunks))
+
+        self._writer = writer = Writer(write, self._following)
         tasks = [
-            asyncio.ensure_future(self._write(call)),
+            asyncio.ensure_future(writer.run()),
             asyncio.ensure_future(self._read(call)),
         ]
         try:
@@ -126,6 +144,7 @@ class PushStream:
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             self._metrics.rows("lost", self._in_flight)
             worked, self._up, self._hopeful = self._up, False, False
+            self._writer = None
             self._asks.clear()
             self._open_asks.fail()
         for outcome in outcomes:
@@ -135,17 +154,14 @@ class PushStream:
                 internal_error(log, f"the row stream to {self._address} failed", outcome)
         return worked
 
-    async def _write(self, call: Any) -> None:
-        while True:
-            while not (chunks := self._frame()) and not self._asks:
-                await self._wait()
-            asks, self._asks = self._asks, {}
-            await call.write(
-                draft_pb2.PushFeaturesRequest(
-                    target_incarnation=self._incarnation, chunks=chunks, asks=asks.values()
-                )
-            )
-            self._metrics.rows("sent", sum(len(chunk.rows) for chunk in chunks))
+    def _following(self) -> draft_pb2.PushFeaturesRequest | None:
+        chunks = self._frame()
+        if not chunks and not self._asks:
+            return None
+        asks, self._asks = self._asks, {}
+        return draft_pb2.PushFeaturesRequest(
+            target_incarnation=self._incarnation, chunks=chunks, asks=asks.values()
+        )
 
     def _frame(self) -> list[draft_pb2.FeatureChunk]:
         """What goes next, of all sessions in one message: as much as the draft's credit and a frame
@@ -177,8 +193,8 @@ class PushStream:
             for reply in response.replies:
                 if not self._open_asks.answer(reply):
                     self._metrics.dropped("draft_stray")
-            if response.acks:
-                self._changed.set()
+            if response.acks and self._queue:
+                self._wake()
 
 
 def _cause(reason: str) -> str:

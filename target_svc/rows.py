@@ -15,7 +15,8 @@ from target_svc.asks import Answered, Question
 
 def as_rows(found: torch.Tensor) -> Rows:
     """bf16 rows of a result, bits unchanged: numpy knows no bfloat16, so it sees uint16."""
-    rows: Rows = found.contiguous().view(torch.uint16).numpy()
+    whole = found if found.is_contiguous() else found.contiguous()
+    rows: Rows = whole.view(torch.uint16).numpy()
     return rows
 
 
@@ -25,6 +26,8 @@ class RowSink(Protocol):
     def push(self, step_id: int, start: int, rows: Rows) -> None: ...
 
     def ask(self, question: Question, answered: Answered) -> None: ...
+
+    def hurry(self) -> None: ...
 
     def forget(self) -> None: ...
 

@@ -86,6 +86,8 @@ class Running:
             step.width = result.width
             self._progress.end_item(session, item, result, now, proposal)
         self._answers.stepped(len(items), computed)
+        if not self._progress.ready:  # there is no step to be launched first
+            self._answers.flush()
 
     def _failed(self, sessions: list[Session], error: Exception) -> None:
         """The sessions of a failed step end: what their pages hold is unknown."""

@@ -26,7 +26,8 @@ from target_svc.settings import TargetSettings
 from target_svc.shapes import Shapes
 from target_svc.sharing import Sharing
 
-# Under load gauges are set so often: it takes the interpreter from the engine.
+# Gauges are set so often at most: it takes the interpreter from the engine, or from a question to
+# a draft.
 _REPORT_S = 0.1
 # How often to look whether pages can be had, while those who need some wait.
 _RETRY_S = 0.1
@@ -50,6 +51,7 @@ class Scheduler:
         self._engine, self._metrics = engine, metrics
         self._wake = asyncio.Event()
         self._reported = 0.0
+        self._unreported = False
         # When leases and deadlines are looked at next.
         self._look_at = 0.0
         self._answers = Answers(metrics)
@@ -151,7 +153,7 @@ class Scheduler:
             batch = self._batches.build(ready.values(), now)
             if not batch:
                 self.flush()
-                self._report(now)
+                self._report_at_times()
                 await self._sleep(loop)
                 continue
             await self._running.step(batch, self._report_at_times)
@@ -161,16 +163,19 @@ class Scheduler:
         ends = [session.lease_until for session in self.sessions if not session.begun]
         ends += [s.step.deadline for s in self.sessions if s.step and s.step.deadline is not None]
         ends += [loop.time() + _RETRY_S] if self._progress.ready else []
-        timer = loop.call_at(min(ends), self._wake.set) if ends else None
+        ends += [self._reported + _REPORT_S] if self._unreported else []
+        timer = loop.call_at(min(ends), self._look) if ends else None
         await self._wake.wait()
         if timer is not None:
             timer.cancel()
+
+    def _look(self) -> None:
         self._look_at = 0.0
+        self._wake.set()
 
     def _expire(self, now: float) -> None:
         """Ends steps past their deadline and sessions past their lease, but none in mid-step."""
         self._look_at = now + _EXPIRE_S
-        self.flush()  # what has ended is said, even where the session ends with it
         for session in self.sessions:
             step = session.step
             if step is not None and step.deadline is not None and now >= step.deadline:
@@ -179,18 +184,18 @@ class Scheduler:
                 )
             elif now >= session.lease_until and not session.begun:
                 self._metrics.dropped("lease_expired")
+                self.flush()  # what has ended is said
                 self.remove(session)
             elif step is not None and step.deadline is not None:
                 self._look_at = min(self._look_at, step.deadline)
 
     def _report_at_times(self) -> None:
-        self._report(asyncio.get_running_loop().time() - _REPORT_S)
-
-    def _report(self, before: float) -> None:
-        """Sets the gauges, unless they were set behind `before`."""
-        if self._reported > before:
+        """Sets the gauges, or leaves it for later where they were set just now."""
+        now = asyncio.get_running_loop().time()
+        self._unreported = now < self._reported + _REPORT_S
+        if self._unreported:
             return
-        self._reported = asyncio.get_running_loop().time()
+        self._reported = now
         load = self.load()
         self._metrics.state(
             pages_free=load.pages_free,

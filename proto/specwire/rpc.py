@@ -179,6 +179,10 @@ class Outbox(Generic[T]):
         if not self._items and not self.closed:
             self._changed.clear()
             await self._changed.wait()
+        return self.take()
+
+    def take(self) -> list[T]:
+        """What `take_all` would return without waiting; empty where nothing waits."""
         count = _fitting(self._items)
         taken, self._items = self._items[:count], self._items[count:]
         return taken

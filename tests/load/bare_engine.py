@@ -1,6 +1,7 @@
 """An engine with next to no work of its own: what is left is the services', and how fast they are.
 
 The token after `x` is `x + 1`, as of `free_model`, without the native engine's work on the host.
+Rows are zeros.
 """
 
 from __future__ import annotations
@@ -8,17 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from engine.api import Item, ItemResult, ModelInfo, WarmUp, nothing
 from engine.attention.report import AttentionReport, Candidate
 from engine.kv.pool import PagePool, PageTable, PoolStats
 from tests.load.free_model import HIDDEN, LAYERS, MAX_LENGTH, PAGE_TOKENS
+from tests.load.stamps import Stamps
 from tests.service.toy_engine import VOCAB
 
 _BLOCK, _CHUNK = 64, 4096
 
 
 class BareEngine:
-    """Implements `engine.api.Engine`. Exports no rows. Counts as `FreeEngine` does."""
+    """Implements `engine.api.Engine`. Counts as `FreeEngine` does."""
 
     rows_independent = True
     once_ns = 0
@@ -33,6 +37,7 @@ class BareEngine:
             "", "auto", "NONE", (Candidate("NONE"),), "bfloat16", 1, PAGE_TOKENS
         )
         self.steps = self.items = self.step_ns = self.gap_ns = 0
+        self.stamps = Stamps()
         self._ended = time.perf_counter_ns()
 
     def allocate(self, length: int) -> PageTable:
@@ -56,6 +61,7 @@ class BareEngine:
     def step(
         self, items: Sequence[Item], launched: Callable[[], None] = nothing
     ) -> list[ItemResult]:
+        self.stamps.begin()
         self.gap_ns += time.perf_counter_ns() - self._ended
         began = time.thread_time_ns()
         launched()
@@ -66,6 +72,7 @@ class BareEngine:
         self.step_ns += time.thread_time_ns() - began
         self.steps += 1
         self.items += len(items)
+        self.stamps.end()
         self._ended = time.perf_counter_ns()
         return found
 
@@ -83,4 +90,9 @@ def _drawn(item: Item) -> ItemResult:
         tokens.append((ids[at] + 1) % VOCAB)
     accepted = max(0, len(tokens) - 1)
     table.length = item.start + len(ids) - (item.draws - 1 - accepted if item.draws else 0)
-    return ItemResult(tuple(tokens), accepted, None, (), len(ids))
+    rows = None
+    if item.taps:
+        count = accepted + 1 if item.draws > 1 else len(ids)
+        found = torch.zeros(count, len(item.taps) * HIDDEN, dtype=torch.bfloat16)
+        rows = lambda: found  # noqa: E731
+    return ItemResult(tuple(tokens), accepted, rows, (), len(ids))

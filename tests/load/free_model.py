@@ -23,6 +23,7 @@ from engine.device_step import DeviceStepper
 from engine.kv.cache import KVCache, KVGeometry
 from engine.models.layers import Kernels
 from engine.runner import NativeEngine
+from tests.load.stamps import Stamps
 from tests.service.toy_drafter import ToyDrafter
 from tests.service.toy_engine import VOCAB
 
@@ -101,9 +102,11 @@ class FreeEngine(NativeEngine):
         assert self.rows_independent
         model.pause_s = pause_s
         self.steps = self.items = self.step_ns = self.gap_ns = 0
+        self.stamps = Stamps()
         self._ended = time.perf_counter_ns()
 
     def step(self, items: Any, *launched: Any) -> Any:
+        self.stamps.begin()
         self.gap_ns += time.perf_counter_ns() - self._ended
         began = time.thread_time_ns()
         try:
@@ -112,6 +115,7 @@ class FreeEngine(NativeEngine):
             self.step_ns += time.thread_time_ns() - began
             self.steps += 1
             self.items += len(items)
+            self.stamps.end()
             self._ended = time.perf_counter_ns()
 
 
@@ -136,6 +140,7 @@ class FreeMethod(Method[list[int]]):
     def __init__(self, pause_s: float = 0.0) -> None:
         self._pause_s = pause_s
         self.steps = self.items = 0
+        self.stamps = Stamps()
 
     @property
     def info(self) -> MethodInfo:
@@ -150,6 +155,7 @@ class FreeMethod(Method[list[int]]):
             slot_mode="fill_in",
             block_size=8,
             mask_token_id=VOCAB - 1,
+            device="a pause",  # which holds no more of the host than a GPU does
         )
 
     def open(self, ids: Sequence[int], sampling: Sampling) -> list[int]:
@@ -158,6 +164,7 @@ class FreeMethod(Method[list[int]]):
     def update(
         self, context: list[int], keep: int, tokens: Sequence[int], rows: Sequence[RowBlock]
     ) -> None:
+        self.stamps.begin()
         del context[keep:]
         context += tokens
 
@@ -166,7 +173,9 @@ class FreeMethod(Method[list[int]]):
         self.items += len(requests)
         if self._pause_s:
             time.sleep(self._pause_s)
-        return [Draft(guess(request.context[-1], request.k)) for request in requests]
+        drafts = [Draft(guess(request.context[-1], request.k)) for request in requests]
+        self.stamps.end()
+        return drafts
 
     def close(self, context: list[int]) -> None:
         pass

@@ -40,7 +40,7 @@ from tests.load.free_model import FreeDrafter, FreeEngine, FreeMethod
 from tests.load.host_clients import load
 from tests.service.coordinator_harness import document
 
-Counts = Callable[[], dict[str, int]]
+Counts = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,11 @@ async def target(o: Options, profiled: Callable[[Any], None]) -> AsyncIterator[C
     await app._thread.call(profiled, None)
     try:
         names = ("steps", "items", "step_ns", "gap_ns")
-        yield lambda: {name: getattr(engine, name) for name in names}
+        yield (
+            lambda: (
+                {name: getattr(engine, name) for name in names} | {"stamps": engine.stamps.take()}
+            )
+        )
     finally:
         await app.stop()
 
@@ -112,7 +116,11 @@ async def draft(o: Options, profiled: Callable[[Any], None]) -> AsyncIterator[Co
 
     host = DraftHost(load, address=o.address, limits=limits, default_method="toy")
     async with host:
-        yield lambda: {"steps": method.steps, "items": method.items}
+        yield lambda: {
+            "steps": method.steps,
+            "items": method.items,
+            "stamps": method.stamps.take(),
+        }
 
 
 @asynccontextmanager

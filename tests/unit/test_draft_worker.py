@@ -1,14 +1,33 @@
-"""Which jobs the draft's thread takes together."""
+"""Which jobs the draft's thread takes together, and which the event loop carries out itself."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from draft_svc.jobs import Handle, Job, ProposeJob, UpdateJob
+import pytest
+
+from draft_svc import worker as module
+from draft_svc.jobs import Computed, Handle, Job, ProposeJob, UpdateJob
+from draft_svc.methods.base import Draft
 from draft_svc.worker import Worker
+
+
+def method(device: str, **changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "info": SimpleNamespace(device=device),
+        "once_ns": 0,
+        "warm_up": lambda stopped: None,
+        "work": lambda: False,
+        "stats": lambda: SimpleNamespace(free=0, total=0, tables=0),
+        "update": lambda *_: None,
+        "close": lambda _: None,
+    }
+    return SimpleNamespace(**fields | changes)
 
 
 async def test_what_one_message_asks_for_is_one_tick() -> None:
@@ -22,11 +41,7 @@ async def test_what_one_message_asks_for_is_one_tick() -> None:
             begun.set()
             return []
 
-    method = SimpleNamespace(
-        info=None, warm_up=lambda stopped: None, work=lambda: False,
-        stats=lambda: SimpleNamespace(free=0, total=0, tables=0),
-    )  # fmt: skip
-    worker = Noted(lambda: cast(Any, {"toy": method}))
+    worker = Noted(lambda: cast(Any, {"toy": method("cpu")}))
     await worker.start()
     try:
         handle = Handle("toy")
@@ -41,3 +56,91 @@ async def test_what_one_message_asks_for_is_one_tick() -> None:
     finally:
         await worker.stop()
     assert ticks == [[rows, tokens, question], [rows]]
+
+
+class Rounds:
+    """Rounds of a worker whose method notes the thread that it was called on. `pause_s` of each
+    proposal, by number."""
+
+    def __init__(self, device: str, pauses: dict[int, float] | None = None) -> None:
+        self.threads: list[bool] = []  # on the loop's?
+        self.order: list[str] = []
+        self._pauses, self._gate = pauses or {}, threading.Event()
+        self.worked = threading.Event()
+        toy = method(device, propose=self._propose, work=self._work)
+        self.worker = Worker(lambda: cast(Any, {"toy": toy}))
+
+    def _propose(self, requests: Sequence[Any]) -> list[Draft]:
+        time.sleep(self._pauses.get(len(self.threads), 0))
+        self.threads.append(threading.current_thread() is threading.main_thread())
+        return [Draft() for _ in requests]
+
+    def _work(self) -> bool:
+        self.worked.set()
+        return False
+
+    async def ask(self, *names: str) -> None:
+        """Questions of several sessions in one message; returns when all are answered."""
+        answered = [asyncio.get_running_loop().create_future() for _ in names]
+
+        def done(name: str, future: asyncio.Future[None]) -> Callable[[Computed], None]:
+            return lambda _: (self.order.append(name), future.set_result(None))[1]
+
+        for name, future in zip(names, answered, strict=True):
+            handle = Handle("toy", object())
+            self.worker.put(UpdateJob(handle, 3, (1,), ()))
+            self.worker.put(ProposeJob(handle, 2, 1e9, done(name, future)))
+        await asyncio.wait_for(asyncio.gather(*answered), 5)
+
+
+async def test_one_session_s_round_of_a_gpu_is_the_loop_s() -> None:
+    rounds = Rounds("cuda:0 test")
+    await rounds.worker.start()
+    try:
+        rounds.worked.clear()
+        await rounds.ask("a")
+        assert rounds.threads == [True]
+        assert await asyncio.to_thread(rounds.worked.wait, 5), "the thread looks after the rest"
+        await asyncio.sleep(0.05)
+        await rounds.ask("b", "c")
+        assert rounds.threads == [True, False], "who asks together is computed on the thread"
+    finally:
+        await rounds.worker.stop()
+
+
+async def test_on_a_cpu_the_loop_computes_nothing() -> None:
+    rounds = Rounds("cpu")
+    await rounds.worker.start()
+    try:
+        await rounds.ask("a")
+        await rounds.ask("b")
+    finally:
+        await rounds.worker.stop()
+    assert rounds.threads == [False, False]
+
+
+async def test_a_long_proposal_goes_back_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until one is short again: the loop serves nobody else meanwhile."""
+    monkeypatch.setattr(module, "_BRIEF_S", 0.1)
+    rounds = Rounds("cuda:0 test", {0: 0.15, 1: 0.15})
+    await rounds.worker.start()
+    try:
+        for name in "abcd":
+            await rounds.ask(name)
+            await asyncio.sleep(0.02)
+    finally:
+        await rounds.worker.stop()
+    assert rounds.threads == [True, False, False, True]
+
+
+async def test_what_the_thread_has_begun_comes_first() -> None:
+    rounds = Rounds("cuda:0 test", {0: 0.1})
+    await rounds.worker.start()
+    try:
+        first = asyncio.create_task(rounds.ask("a", "b"))
+        await asyncio.sleep(0.02)
+        await rounds.ask("c")
+        await first
+    finally:
+        await rounds.worker.stop()
+    assert rounds.order == ["a", "b", "c"] and rounds.threads == [False, False]

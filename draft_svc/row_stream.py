@@ -1,0 +1,81 @@
+"""One stream of rows and questions from a target, as the draft serves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from draft_svc.acks import Acks
+from draft_svc.protocol import Protocol
+from specwire.rpc import Outbox, OutboxFull
+from specwire.v1.draft_pb2 import DraftReply, PushFeaturesRequest, PushFeaturesResponse
+from specwire.writer import Writer
+
+
+class RowStream:
+    """`write` sends a message to the target."""
+
+    def __init__(
+        self, protocol: Protocol, write: Callable[[PushFeaturesResponse], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._protocol = protocol
+        self._outbox: Outbox[PushFeaturesResponse] = Outbox()
+        self._acks = Acks(self._put)
+        self._writer = Writer(write, self._following)
+
+    async def serve(self, frames: AsyncIterator[PushFeaturesRequest]) -> None:
+        """Until the target ends its stream, or reads no more of the answers."""
+        reader = asyncio.create_task(self._read(frames))
+        try:
+            await self._writer.run()
+            if reader.done():  # else the outbox was given up: the stream ends here
+                await reader
+        finally:
+            self._outbox.close()
+            reader.cancel()
+
+    async def _read(self, frames: AsyncIterator[PushFeaturesRequest]) -> None:
+        """Rows before the questions that came with them, which need them."""
+        protocol, acks = self._protocol, self._acks
+        try:
+            async for frame in frames:
+                target, asks = frame.target_incarnation, frame.asks
+                taken = [protocol.rounds.take_rows(target, chunk) for chunk in frame.chunks]
+                if asks:
+                    acks.keep(taken)
+                else:
+                    self._put(PushFeaturesResponse(acks=acks.take() + taken))
+                for ask in asks:
+                    protocol.asked(target, ask, self._reply)
+                if asks:
+                    protocol.worker.hand_over()
+                self._writer.hurry()
+        finally:
+            acks.close()
+            self._close()
+
+    def _reply(self, message: DraftReply) -> None:
+        self._put(PushFeaturesResponse(acks=self._acks.take(), replies=[message]))
+
+    def _put(self, answer: PushFeaturesResponse) -> None:
+        try:
+            self._outbox.put(answer)
+            self._writer.wake()
+        except OutboxFull:
+            # The peer does not read. Its sessions stay; it gets a new stream when it comes back.
+            self._protocol.metrics.event("outbox_full")
+            self._close()
+
+    def _close(self) -> None:
+        self._outbox.close()
+        self._writer.close()
+
+    def _following(self) -> PushFeaturesResponse | None:
+        answers = self._outbox.take()
+        if not answers:
+            return None
+        response = answers[0]
+        for more in answers[1:]:
+            response.MergeFrom(more)
+        return response
