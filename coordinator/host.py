@@ -45,12 +45,16 @@ class CoordinatorHost:
             await self.fleet.stop()
             raise
         self.fleet.start()
-        self._watcher = asyncio.create_task(self._watch())
+        self._watchers = [asyncio.create_task(self._watch())]
+        if settings.log_stats_s:
+            told = self.servicer.activity.tell(settings.log_stats_s)
+            self._watchers.append(asyncio.create_task(told))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._watcher.cancel()
-        await asyncio.gather(self._watcher, return_exceptions=True)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
         await self._host.set_serving(False)
         grace_s = self._settings.drain_ms / 1000
         with suppress(TimeoutError):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
+from coordinator.activity import Activity
 from coordinator.drafters import PLAIN
 from coordinator.metrics import Metrics
 from coordinator.placement import Fleet, Group
@@ -29,6 +30,7 @@ _DRAINED_S = 0.02
 class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
     def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
         self._fleet, self._metrics = fleet, metrics
+        self.activity = Activity()
         self._numbers = itertools.count(1)
         self.sessions: dict[int, Session] = {}
         self._draining = False
@@ -136,6 +138,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
     async def _run(self, live: Session, deliver: Deliver) -> generate_pb2.Finished:
         outcome = "cancelled"
         self._metrics.sessions.inc()
+        self.activity.began(live)
         try:
             finished = await live.run(deliver)
             outcome = "ok"
@@ -146,6 +149,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServiceServicer):
             raise
         finally:
             self._metrics.sessions.dec()
+            self.activity.ended(live, outcome == "ok")
             for cause, rounds in live.record.fallbacks.items():
                 self._metrics.fell_back(cause, rounds)
             if outcome != "ok":

@@ -83,6 +83,9 @@ class CoordinatorSettings(ServiceSettings):
     drain_ms: int = Field(5_000, ge=0, description="time running requests get at shutdown")
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus metrics; 0: off")
+    log_stats_s: float = Field(
+        10.0, ge=0, le=86_400, description="seconds between two lines of the load; 0: none"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what is logged"
     )

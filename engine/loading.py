@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -33,6 +34,8 @@ from engine.models.kernel_sets import kernels_for
 from engine.runner import NativeEngine
 from engine.tokenizer import check_vocabulary, read_document
 from engine.weights import Weights, fingerprint, read_json
+
+log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -126,6 +129,9 @@ def session_length(config: EngineConfig, model: ModelConfig, held: int) -> int:
     that cannot be.
     """
     if config.max_length is None:
+        if held < model.default_length:
+            text = "the pages hold %d tokens: sessions end there, where the model goes on to %d"
+            log.warning(text, held, model.default_length)
         return min(model.default_length, held)
     limits = ((model.max_positions, "the model's own limit"), (held, "what the KV pages hold"))
     most, reason = min(limits)

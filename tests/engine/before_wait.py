@@ -44,7 +44,7 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     (_context_store, _STORE),
     (_norm_qkv_store, _TILE | {"K": 576, "HQ": 9, "HK": 3, "D": 64, "BIAS": True, "FP8": False}),
     (_gemm, _TILE | {"N": 256, "K": 576, "NORM": True, "SCALED": False, "GATED": True, "ADD": True,
-                     "BIAS": True, "INDEX": True}),
+                     "BIAS": True, "INDEX": True, "BLOCKS": False}),
     (_rms_norm, {"K": 4096, "BLOCK": 4096, "INDEX": True}),
     (_embed, {"K": 576, "BLOCK": 1024}),
     (_silu_mul, {"N": 1024, "BLOCK": 1024}),

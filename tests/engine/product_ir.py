@@ -12,8 +12,8 @@ from tests.engine.before_wait import ir_of
 
 _FIXED: dict[str, Any] = {
     "N": 256, "NORM": False, "SCALED": False, "GATED": False, "ADD": False, "BIAS": False,
-    "INDEX": False, "ROWS": 64, "BLOCK_N": 64, "BLOCK_K": 128, "WIDEN": False, "LINES": 0,
-    "PDL": False,
+    "INDEX": False, "ROWS": 64, "BLOCK_N": 64, "BLOCK_K": 128, "WIDEN": False, "BLOCKS": False,
+    "LINES": 0, "PDL": False,
 }  # fmt: skip
 
 

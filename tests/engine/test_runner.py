@@ -201,3 +201,14 @@ def test_pages_run_out_before_anything_runs(directory: Path) -> None:
     with pytest.raises(OutOfPages, match="3 KV pages needed, 2 of 2 free"):
         engine.allocate(33)
     engine.check_integrity()
+
+
+def test_pages_that_hold_less_than_a_session_may_have_are_warned_of(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = load_tiny(directory, kv_pages=2, page_tokens=16)
+    assert engine.info.max_length == 32
+    assert "the pages hold 32 tokens" in caplog.text
+    caplog.clear()
+    load_tiny(directory, kv_pages=2, page_tokens=16, max_length=20)
+    assert "hold" not in caplog.text

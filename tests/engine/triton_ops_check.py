@@ -4,6 +4,7 @@ where there is no GPU. Prints one line per check and fails by assertion."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -12,7 +13,7 @@ import triton.language as tl
 from engine.api import Sampling
 from engine.draw_rows import draw_words, write_draws
 from engine.kernels.cpu.reference import gumbel_argmax_ref
-from engine.kernels.triton import ops, plain, tiles
+from engine.kernels.triton import gemm, ops, plain, tiles
 from engine.kernels.triton import reference as ref
 from engine.kernels.triton.noise import gumbel as gumbel_of
 from engine.kernels.triton.noise import philox as philox_words
@@ -103,14 +104,35 @@ def check_rows(dtype: torch.dtype) -> None:
     same_bits("norm_gate_up", lambda f, c: ops.norm_gate_up(stream[f : f + c], scale, EPS, w), rows)
 
 
+def check_whole_blocks(dtype: torch.dtype) -> None:
+    """Blocks of a weight fetched by one command; the last is cut off, in each half of two."""
+    rows, k, n = 9, 88, 40
+    x, w, halves = (rand(count, k, dtype=dtype) for count in (rows, n, 2 * n))
+    norm = gemm.Norm(rand(k), torch.empty(rows, device=DEVICE), EPS, False)
+    tile = tiles.Tile(n=16, k=32, warps=2, stages=3)
+    for gated, weight in ((False, w), (True, halves)):
+        for normed in (None, norm):
+            made = []
+            for whole in (False, True):
+                out = torch.ones(rows, n, device=DEVICE)
+                form = replace(tile, whole=whole)
+                source = x if normed is None else x.float()
+                gemm.launch(source, weight, None, out, form, normed, gated=gated, add=not gated)
+                made.append(out)
+            assert tiles.described(weight) == (dtype == torch.bfloat16)
+            assert torch.equal(*made), f"whole blocks {dtype} {gated} {normed is None}"
+    assert not tiles.described(w[:, 1:]), "rows of it begin anywhere"
+
+
 def check_wide(dtype: torch.dtype) -> None:
     """Larger tiles for many rows, with the scales of a norm passed on."""
     rows, k, n, limit = 35, 40, 24, LIMITS[dtype]
     tile = (tiles.Tile(n=16, k=16, warps=4, stages=2, rows=32),)
     x, stream, scale = rand(rows, k, dtype=dtype), rand(rows, k) * 30, rand(k)
     w, b = rand(n, k, dtype=dtype), rand(n, dtype=dtype)
-    fitting = [tiles.wide_tile(tile, count, n, False, dtype) for count in (rows, 32)]
-    assert fitting == [tile[0] if dtype == torch.bfloat16 else None, None]
+    fitting = [tiles.wide_tile(tile, count, n, False, dtype) for count in (rows, 17, 16)]
+    many = tile[0] if dtype == torch.bfloat16 else None
+    assert fitting == [many, many, None]
     runs: dict[str, Callable[[tiles.Wide], torch.Tensor]] = {
         "linear": lambda wide: ops.linear(x, w, b, wide=wide),
         "norm_linear": lambda wide: ops.norm_linear(stream, scale, EPS, w, b, wide=wide),
@@ -338,6 +360,7 @@ if __name__ == "__main__":
         check_products(dtype, 72, 40, 3, True)
         check_products(dtype, 64, 33, 18, False)
         check_rows(dtype)
+        check_whole_blocks(dtype)
         check_wide(dtype)
     check_deep()
     check_plain()

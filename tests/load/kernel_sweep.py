@@ -42,11 +42,12 @@ def tiles(role: str, n: int, k: int) -> list[Tile]:
     if fused and not large:
         # Behind a norm each step costs a way through shared memory: few steps, or one, too.
         depths, warp_counts = (128, 256, 512, 1024), (1, 2, 4, 8)
-    found = []
-    for bn, bk, warps, stages in itertools.product(columns, depths, warp_counts, (2, 3, 4, 6)):
+    found, ways = [], (False, True) if large and not fused else (False,)
+    forms = itertools.product(columns, depths, warp_counts, (2, 3, 4, 6), ways)
+    for bn, bk, warps, stages, whole in forms:
         stage = bn * bk * 2 * (1 + (role == "gated")) + 16 * bk * (4 if fused else 2)
         if stage * (stages - 1) <= MOST_SHARED_BYTES and stages <= -(-k // bk) + 1:
-            found.append(Tile(bn, bk, warps, stages))
+            found.append(Tile(bn, bk, warps, stages, whole=whole))
     return found
 
 
@@ -97,7 +98,8 @@ def run_sweep(only: str = "") -> list[dict[str, Any]]:
                 continue
             timed.append((us, tile))
         timed.sort(key=lambda pair: pair[0])
-        own = tile_of(n // 2 if role == "gated" else n, k, torch.bfloat16, role != "add")
+        columns = n // 2 if role == "gated" else n
+        own = tile_of(columns, k, torch.bfloat16, role != "add", role == "gated")
         now = next((us for us, tile in timed if tile == own), None)
         print(f"{role} {n} x {k}: now {own} {now and round(now, 2)}", flush=True)
         for us, tile in timed[:SHOWN]:

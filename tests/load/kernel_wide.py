@@ -16,7 +16,7 @@ from engine.kernels.triton import ops, plain, tiles
 from tests.load.kernel_shapes import EPS, SHAPES, Shape, normal, weight
 from tests.load.kernel_times import CALLS, COLD_BYTES, replay_us
 
-ROWS = (33, 64, 128, 256, 1024)
+ROWS = (24, 32, 48, 64, 128, 256, 1024)
 
 # Weight and tiles to a result.
 Run = Callable[[Tensor, tiles.Wide], Tensor]

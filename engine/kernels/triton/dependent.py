@@ -2,10 +2,10 @@
 it still runs, reads what no kernel of the step writes (the host's words, tables, weights, some of
 them into the L2 cache only), and waits for the other's results only then.
 
-A step of few rows is a chain of kernels of a few microseconds, and is a sixth shorter so. One of
-many rows is not: its kernels fill the device, and what starts early is in their way. A kernel that
-waits has waited, through the one before it, for all before that; kernels without any of this run
-between them as ever. It changes no bits.
+A step of few rows is a chain of kernels of a few microseconds, and is up to a sixth shorter so. One
+of more than 64 rows is not: its kernels fill the device, and what starts early is in their way. A
+kernel that waits has waited, through the one before it, for all before that; kernels without any of
+this run between them as ever. It changes no bits.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -20,7 +20,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LINE = 64  # bf16 numbers of a cache line
-_FEW_ROWS = 16
+_FEW_ROWS = 64
 _FETCHED_LINES, _FETCHED_SIZE = 32, 4 << 20
 
 _wanted = True

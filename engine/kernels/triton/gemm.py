@@ -8,12 +8,21 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.triton.dependent import fetched_lines, flags
 from engine.kernels.triton.dot import WIDEN_DOTS
 from engine.kernels.triton.norm import rms_norm
 from engine.kernels.triton.product import _gemm
-from engine.kernels.triton.tiles import FUSED_NORM_DEPTH, Tile, Wide, fitted, tile_of, wide_tile
+from engine.kernels.triton.tiles import (
+    FUSED_NORM_DEPTH,
+    Tile,
+    Wide,
+    described,
+    fitted,
+    tile_of,
+    wide_tile,
+)
 
 
 class Norm(NamedTuple):
@@ -51,11 +60,13 @@ def launch(
     norm_weight, scales, eps, scaled = norm or (x, x, 0.0, False)
     tile = fitted(tile, x.dtype, weight.dtype, gated)
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns or n, tile.n))
+    whole = tile.whole and described(weight)
+    blocks = TensorDescriptor.from_tensor(weight, [tile.n, tile.k]) if whole else weight
     _gemm[grid](
-        x, x if index is None else index, norm_weight, scales, weight,
+        x, x if index is None else index, norm_weight, scales, weight, blocks,
         weight if bias is None else bias, out, rows, x.stride(0), out.stride(0), eps, n, k,
         norm is not None, scaled, gated, add, bias is not None, index is not None, tile.rows,
-        tile.n, tile.k, WIDEN_DOTS, fetched_lines(*weight.shape), num_warps=tile.warps,
+        tile.n, tile.k, WIDEN_DOTS, whole, fetched_lines(*weight.shape), num_warps=tile.warps,
         num_stages=tile.stages, **flags(rows),
     )  # fmt: skip
 
@@ -73,7 +84,7 @@ def _run(
 ) -> None:
     """`launch` with the tile that fits; `norm` is weight and eps."""
     rows, n = out.shape
-    narrow = tile_of(n, weight.shape[1], weight.dtype, norm is not None)
+    narrow = tile_of(n, weight.shape[1], weight.dtype, norm is not None, gated)
     tile = wide_tile(wide, rows, n, gated, weight.dtype)
     full: Norm | None = None
     if norm is not None:

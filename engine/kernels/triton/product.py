@@ -19,13 +19,15 @@ from engine.kernels.triton.dot import dot, plus
 
 @triton.jit
 def sums(
-    x_at, weight, w_at, second, norm, kept_m, kept_n,
+    x_at, weight, w_at, second, norm, kept_m, kept_n, blocks, first,
     K: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, TWO: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Rows at x_at [ROWS, BLOCK_K] times those of the weight at w_at [BLOCK_N, BLOCK_K], over the
     whole depth; with TWO also times those `second` numbers behind. Last the squares of the rows,
-    still to be added up."""
+    still to be added up. BLOCKS: the weight's row `first` and those after it come through the
+    descriptor `blocks`, whole blocks at a time."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
     other = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -43,12 +45,18 @@ def sums(
                 squares += a * a
             a = a * weights[None, :]
         a = a.to(weight.dtype.element_ty)
-        w = tl.load(w_at + start, mask=mask_w, other=0.0, eviction_policy="evict_first")
+        if BLOCKS:
+            w = blocks.load([first, start])
+        else:
+            w = tl.load(w_at + start, mask=mask_w, other=0.0, eviction_policy="evict_first")
         acc = dot(a, tl.trans(w), acc, WIDEN)
         if TWO:
-            w = tl.load(
-                w_at + second + start, mask=mask_w, other=0.0, eviction_policy="evict_first"
-            )
+            if BLOCKS:
+                w = blocks.load([first + second // K, start])
+            else:
+                w = tl.load(
+                    w_at + second + start, mask=mask_w, other=0.0, eviction_policy="evict_first"
+                )
             other = dot(a, tl.trans(w), other, WIDEN)
     return acc, other, squares
 
@@ -66,13 +74,14 @@ def row_scales(squares, scales, m, rows, eps, K: tl.constexpr, SCALED: tl.conste
 
 @triton.jit(do_not_specialize=["rows"])
 def _gemm(
-    x, index, norm, scales, weight, bias, out, rows, x_stride, out_stride, eps,
+    x, index, norm, scales, weight, blocks, bias, out, rows, x_stride, out_stride, eps,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, INDEX: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """NORM: the scales of the rows are made and stored; with SCALED they are there already."""
+    """NORM: the scales of the rows are made and stored; with SCALED they are there already.
+    `blocks` describes the weight where BLOCKS says so, and is anything else."""
     # Tiles of rows are neighbours, so that those of the same weights run together.
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -94,8 +103,8 @@ def _gemm(
     if ADD:
         before = tl.load(place, mask=kept, other=0.0)
     acc, up, squares = sums(
-        x_at, weight, w_at, N * K, norm, kept_m, kept_n, K, NORM, SCALED, GATED, ROWS, BLOCK_N,
-        BLOCK_K, WIDEN,
+        x_at, weight, w_at, N * K, norm, kept_m, kept_n, blocks, tl.program_id(1) * BLOCK_N, K,
+        NORM, SCALED, GATED, ROWS, BLOCK_N, BLOCK_K, WIDEN, BLOCKS,
     )  # fmt: skip
     if NORM:
         scale = row_scales(squares, scales, m, rows, eps, K, SCALED)

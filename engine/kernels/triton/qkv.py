@@ -59,8 +59,8 @@ def _norm_qkv_store(
     x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     w_at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     a, b, squares = sums(
-        x_at, weight, w_at, HALF * K, norm, kept_m, kept_n, K, True, False, True, ROWS, BLOCK_N,
-        BLOCK_K, WIDEN,
+        x_at, weight, w_at, HALF * K, norm, kept_m, kept_n, weight, 0, K, True, False, True, ROWS,
+        BLOCK_N, BLOCK_K, WIDEN, False,
     )  # fmt: skip
     scale = row_scales(squares, scales, m, rows, eps, K, False)
     a = a * scale[:, None]
