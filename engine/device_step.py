@@ -7,7 +7,8 @@ prompts, those in which the host chooses from the logits or prompts are scored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from engine.api import Item, nothing
 from engine.attention.base import AttentionBackend
 from engine.batch import Packed
-from engine.block_words import Blocks
+from engine.block_words import Blocks, BlockWords
 from engine.choose import Chosen, choose, plain
 from engine.colocated import Beside
 from engine.device_draw import DeviceDrawer
@@ -31,6 +32,8 @@ from engine.step_inputs import StepInputs
 from engine.step_shapes import StepShapes
 from engine.stepper import Ran
 from engine.tap_export import LateRows, TapExport
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,10 @@ class DeviceStepper:
             outputs = body()
         else:
             key = words.shape, taps, at_once, filtered, kernels is None
-            outputs = self._graphs.run(key, body, capture)
+            replayed = self._replayed(shaped, key, body, capture)
+            if replayed is None:
+                return self.run(items, minimum, taps, tap_dtype, beside, launched, capture)
+            outputs = replayed
         if self._over is not None:
             self._over.record()
         # Behind the step and before it is waited for: the device goes on while the host reads.
@@ -147,6 +153,27 @@ class DeviceStepper:
             return Ran(placed, words.matched(items), late, written)
         logits = words.logits_of(items, outputs.logits)
         return Ran(placed, choose(logits, items, self._drawer), late, written)
+
+    def _replayed(
+        self,
+        words: BlockWords | RaggedWords,
+        key: Hashable,
+        body: Callable[[], _Outputs],
+        capture: bool,
+    ) -> _Outputs | None:
+        """None where a room finds no memory, now and from now on: it takes more than steps in it
+        need, and a graph keeps it."""
+        try:
+            return self._graphs.run(key, body, capture)
+        except torch.OutOfMemoryError:
+            if not isinstance(words, RaggedWords):
+                raise
+        # Behind the handler: the error holds on to what the body had.
+        log.warning("no memory for steps of %s: they are launched kernel by kernel", words.shape)
+        self._shapes.leave_out(words.shape)
+        if self._over is not None:
+            torch.cuda.empty_cache()
+        return None
 
     def _late(self, items: Sequence[Item], tap_rows: Tensor | None, used: int) -> LateRows | None:
         """The rows of a step that are wanted outside; a drafter in this process reads them where

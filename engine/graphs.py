@@ -57,15 +57,26 @@ class StepGraphs(Generic[T]):
 
     def _capture(self, key: Hashable, body: Callable[[], T]) -> _Captured[T]:
         began = time.perf_counter_ns()
+        try:
+            captured = self._capture_aside(body)
+        finally:
+            spent_ns = time.perf_counter_ns() - began
+            self.spent_ns += spent_ns
+        log.info("captured the %s graph of %s in %.0f ms", self.name, key, spent_ns / 1e6)
+        return captured
+
+    def _capture_aside(self, body: Callable[[], T]) -> _Captured[T]:
         # One stream for all: libraries keep a workspace for each that they ever ran on.
         if self._aside is None:
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside = self._aside
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UP):
-                body()
-        torch.cuda.current_stream().wait_stream(aside)
+        try:
+            with torch.cuda.stream(aside):
+                for _ in range(_WARM_UP):
+                    body()
+        finally:  # whatever runs instead writes to the same memory
+            torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # The mode "global" would fail the capture, and them, when other threads wait for an event
         # or allocate.
@@ -73,7 +84,4 @@ class StepGraphs(Generic[T]):
         with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode=mode):
             outputs = body()
         self._pool = self._pool or graph.pool()
-        spent_ns = time.perf_counter_ns() - began
-        self.spent_ns += spent_ns
-        log.info("captured the %s graph of %s in %.0f ms", self.name, key, spent_ns / 1e6)
         return _Captured(graph, outputs)

@@ -39,6 +39,8 @@ class StepShapes:
         self._pages, self._scratch_slot = pages_per_span, scratch_slot
         self._blocks: dict[Blocks, BlockWords] = {}
         self._ragged: dict[Room, RaggedWords] = {}
+        # The device may still read and write their words, which are therefore kept.
+        self._left_out: set[Room] = set()
 
     def blocks(self, sessions: int, widest: int) -> list[Blocks]:
         """Shapes that hold blocks of up to `widest` rows of up to so many sessions."""
@@ -66,13 +68,17 @@ class StepShapes:
                 self._blocks[blocks] = words
             return words
         room = self._room_of(items) if ragged else None
-        if room is None:
+        if room is None or room in self._left_out:
             return None
         held = self._ragged.get(room)
         if held is None:
             held = RaggedWords(self._backend, self._scratch_slot, room, self._pages)
             self._ragged[room] = held
         return held
+
+    def leave_out(self, room: Room) -> None:
+        """From now on steps that would take it have no shape."""
+        self._left_out.add(room)
 
     def _sizes(self) -> tuple[int, ...]:
         return tuple(rows for rows in _ROWS if rows <= self._most_rows)

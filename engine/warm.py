@@ -37,7 +37,7 @@ def run(engine: Engine, stepper: DeviceStepper, wanted: WarmUp, chunk: int, step
     _check_exports(wanted.exports, engine.info.layer_count)
     began = time.perf_counter()
     longest = engine.info.max_length
-    every = shapes(stepper, wanted, chunk, engine.rows_independent)
+    every = shapes(stepper, wanted, chunk, engine.rows_independent, longest)
     held = [shape for shape in every if shape.start + shape.rows <= longest]
 
     def launched(items: Sequence[Item], *, capture: bool) -> Sequence[ItemResult]:

@@ -9,7 +9,7 @@ graph of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.api import WarmUp
 from engine.device_step import DeviceStepper
@@ -50,9 +50,10 @@ Modes = Callable[[int, int], Sequence[bool]]
 
 
 def shapes(
-    stepper: DeviceStepper, wanted: WarmUp, chunk: int, independent: bool
+    stepper: DeviceStepper, wanted: WarmUp, chunk: int, independent: bool, longest: int
 ) -> Iterator[Shape]:
-    """Prompts, then blocks, the largest first: the others find the memory that it took."""
+    """Prompts, then blocks, the largest first: the others find the memory that it took. `longest`:
+    most tokens of a session."""
 
     def modes(sessions: int, rows: int) -> Sequence[bool]:
         if independent:
@@ -60,7 +61,7 @@ def shapes(
         return (True, False) if sessions == 1 else (False,)  # exact items run alone
 
     yield from _launched(chunk, modes)
-    yield from _prompts(stepper, wanted, chunk, modes)
+    yield from _prompts(stepper, wanted, chunk, modes, longest)
     held = stepper.shapes(wanted.sessions, wanted.widest)
     for sessions, rows in reversed(stepper.shapes(_MOST_ROWS, wanted.widest)):
         if (sessions, rows) not in held and sessions * rows <= _MOST_ROWS:
@@ -74,7 +75,9 @@ def shapes(
                 )
 
 
-def _prompts(stepper: DeviceStepper, wanted: WarmUp, chunk: int, modes: Modes) -> Iterator[Shape]:
+def _prompts(
+    stepper: DeviceStepper, wanted: WarmUp, chunk: int, modes: Modes, longest: int
+) -> Iterator[Shape]:
     """Prompts as graphs hold them, up to a chunk beside the blocks of all sessions."""
     beside = wanted.sessions * wanted.widest
     held = stepper.prompt_shapes(chunk + beside, beside)
@@ -83,26 +86,24 @@ def _prompts(stepper: DeviceStepper, wanted: WarmUp, chunk: int, modes: Modes) -
         if room.rows not in rows or room.draws not in draws:
             rows.add(room.rows)
             draws.add(room.draws)
-            for exact in modes(1, room.rows):
-                yield _prompt(room, exact, captured=False)
+            shape = _prompt(room, longest)
+            for exact in modes(shape.sessions, shape.rows):
+                yield replace(shape, exact=exact, captured=False)
     # Whether rows have filters is no matter here.
     kinds = dict.fromkeys((taps, drafted) for taps, drafted, _ in _kinds(wanted, 1))
     for room in reversed(held):
-        for exact in modes(1, room.rows):
+        shape = _prompt(room, longest)
+        for exact in modes(shape.sessions, shape.rows):
             for taps, drafted in kinds:
-                yield _prompt(room, exact, taps, drafted)
+                yield replace(shape, exact=exact, taps=taps, drafted=drafted)
 
 
-def _prompt(
-    room: Room,
-    exact: bool,
-    taps: tuple[int, ...] = (),
-    drafted: bool = True,
-    captured: bool = True,
-) -> Shape:
+def _prompt(room: Room, longest: int) -> Shape:
+    """A step that takes the room: of one session, or of several where that has more rows."""
+    sessions = -(-room.rows // longest)
+    rows = room.rows // sessions
     # One row more than draw: with as many it would be a block.
-    draws = min(room.draws, room.rows - 1)
-    return Shape(1, room.rows, draws, exact=exact, taps=taps, drafted=drafted, captured=captured)
+    return Shape(sessions, rows, min(room.draws // sessions, rows - 1))
 
 
 def _launched(chunk: int, modes: Modes) -> Iterator[Shape]:

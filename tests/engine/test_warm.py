@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from engine import warm_shapes
 from engine.api import Item, Sampling, WarmUp
@@ -87,6 +90,48 @@ def test_no_prompt_beside_blocks_captures_again() -> None:
                     table.free()
 
 
+def test_a_chunk_and_blocks_may_be_more_than_a_session_has() -> None:
+    engine, _ = engine_of()
+    engine._info = replace(engine.info, max_length=260)
+    engine.warm_up(WarmUp(sessions=4, widest=6))
+    before = engine.once_ns
+    items = [Item(engine.allocate(256), [5] * 256, 0, 1)]
+    items += [Item(engine.allocate(6), [7] * 6, 0, 6) for _ in range(4)]
+    engine.step(items)
+    assert engine.once_ns == before
+
+
+class NoMemory(FakeGraphs):
+    """There is none for rooms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: list[Room] = []
+
+    def _capture(self, key: Any, body: Callable[[], Any]) -> Any:
+        if isinstance(key[0], Room):
+            body()
+            self.refused.append(key[0])
+            raise torch.OutOfMemoryError
+        return super()._capture(key, body)
+
+
+def test_a_prompt_whose_graph_finds_no_memory_is_launched() -> None:
+    """As it would be without graphs; and it is not tried again."""
+    engine, graphs = FreeEngine(8), NoMemory()
+    assert engine._stepper is not None
+    engine._stepper._graphs = graphs
+    for _ in range(2):
+        called: list[int] = []
+        items = [Item(engine.allocate(40), [*range(40)], 0, 1), Item(engine.allocate(3), [7], 0, 1)]
+        found = engine.step(items, lambda called=called: called.append(1))
+        assert [own.tokens for own in found] == [(40,), (8,)] and called == [1]
+    assert graphs.refused == [Room(64, 64, 64)]
+    # Others are.
+    engine.step([Item(engine.allocate(9), [*range(9)], 0, 1)])
+    assert graphs.refused[1:] == [Room(32, 32, 32)]
+
+
 def test_no_page_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     engine, _ = engine_of()
     with caplog.at_level("INFO"):
@@ -163,7 +208,7 @@ def test_what_need_not_be_exact_runs_where_other_kernels_do(
     assert stepper is not None
     monkeypatch.setattr(type(stepper), "loose", lambda _, rows: rows >= 64)
     found: dict[tuple[int, int], set[bool]] = {}
-    for shape in warm_shapes.shapes(stepper, WarmUp(sessions=8, widest=8), 64, independent):
+    for shape in warm_shapes.shapes(stepper, WarmUp(8, 8), 64, independent, 8192):
         if shape.draws == shape.rows and shape.captured:
             found.setdefault((shape.sessions, shape.rows), set()).add(shape.exact)
     assert found.pop((8, 8)) == modes | {False}
