@@ -16,6 +16,7 @@ from engine.attention.kernels.schedule import HEADER, RECORD
 from engine.attention.mode import LayerMode
 from engine.attention.torch_sdpa import TorchSdpa
 from engine.attention.triton_attn import TritonAttention
+from engine.batch import many_slots_of, pack, slots_of
 from engine.block_words import Blocks, BlockWords
 from engine.kv.cache import KVCache, KVGeometry
 from engine.kv.pool import PagePool, PageTable
@@ -30,6 +31,7 @@ CHECKS = {
     "check_sliding_windows",
     "check_latent_attention_with_experts",
     "check_a_drafter_beside",
+    "check_a_capture_without_memory",
 }
 
 
@@ -161,6 +163,30 @@ def test_padded_words_are_those_of_the_step_and_nothing_besides() -> None:
         at = HEADER + room.spans * 8
         records = attention[at : at + RECORD * int(attention[0])].view(-1, RECORD)
         assert records[:, 0].max() < count and int((records[:, 6] + records[:, 7]).max()) == rows
+
+
+def test_slots_of_many_rows_are_those_of_each() -> None:
+    rng, pages = random.Random(7), [9, 2, 31, 4, 17, 0, 8, 1]
+    for _ in range(200):
+        start = rng.randrange(8 * PAGE)
+        count = rng.randint(0, 8 * PAGE - start)
+        expected = [pages[at // PAGE] * PAGE + at % PAGE for at in range(start, start + count)]
+        assert slots_of(pages, PAGE, start, count) == expected
+        assert many_slots_of(pages, PAGE, start, count).tolist() == expected
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+def test_padding_stands_in_front_as_far_as_there_are_positions(rows: int) -> None:
+    shared, minimum = table(), rows + 4
+    at, behind = pack([Item(shared, [7] * rows, n, 1) for n in (9, 1)], PAGE, minimum, SCRATCH), 3
+    first = [0] * 4 + [7] * rows
+    assert at.ids.tolist() == first + [0] + [7] * rows + [0] * behind
+    assert at.positions.tolist() == [*range(5, 9 + rows), *range(rows + 4)]
+    own = [slots_of(shared.pages, PAGE, n, rows) for n in (9, 1)]
+    scratch = [*range(SCRATCH, SCRATCH + 4)]
+    assert at.slots.tolist() == scratch + own[0] + scratch[:1] + own[1] + scratch[1:]
+    assert at.draw_rows == [3 + rows, minimum + rows]
+    assert [(p.first_row, p.width) for p in at.placed] == [(4, minimum), (minimum + 1, minimum)]
 
 
 def test_tokens_come_back_item_by_item() -> None:
