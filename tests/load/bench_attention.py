@@ -59,6 +59,7 @@ def chosen_cases(only: str, part: str) -> list[cases.Case]:
         todo = [case for case in todo if case.backend != "FLASHINFER"]
         print("FLASHINFER is not installed: not checked")
     number, parts = map(int, part.split("/"))
+    assert 1 <= number <= parts, f"part {part}: the first is 1, the last {parts}"
     todo = todo[number - 1 :: parts]
     # Those that compile longest, or run longest, go first.
     slow = ("FLEX_ATTENTION", "FLASHINFER")
@@ -68,6 +69,9 @@ def chosen_cases(only: str, part: str) -> list[cases.Case]:
 def check(workers: int, only: str, part: str) -> int:
     begun, failed = time.monotonic(), 0
     todo = chosen_cases(only, part)
+    if not todo:
+        print(f"no case is named {only!r} in part {part}: nothing was checked")
+        return 1
     worst: dict[str, list[str]] = {}
     compilers = min(len(os.sched_getaffinity(0)), COMPILERS)
     # Workers that compile need no GPU; those that run cases set up theirs with the first one.
