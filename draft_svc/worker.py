@@ -4,9 +4,10 @@ The event loop puts jobs in; everything that waits becomes one tick, and what on
 loop put is never cut in two. Jobs take effect in the order they were put; the proposals of a tick
 are computed together at its end. Results go back to the loop in one call per tick.
 
-A GPU computes for the loop as well as for the thread. So where one session asks, nothing else waits
-and proposals are short, the tick runs on the loop: the way to the thread and back takes as long as
-some forwards do. On a CPU it never does: torch has threads of its own for each thread that calls.
+A GPU computes for the loop as well as for the thread. So where one session alone asks, time and
+again, nothing else waits and proposals are short, the tick runs on the loop: the way to the thread
+and back takes as long as some forwards do. On a CPU it never does: torch has threads of its own for
+each thread that calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from draft_svc.jobs import Job, OpenJob, ProposeJob
+from draft_svc.jobs import Handle, Job, OpenJob, ProposeJob
 from draft_svc.methods.base import AnyMethod, MethodInfo
 from draft_svc.ticks import Methods, Result, Ticks
 from engine.api import never
@@ -28,7 +29,7 @@ from engine.errors import BackendUnavailable
 from engine.kv.pool import PoolStats
 from specwire.errors import Reason, SpecwireError
 
-# A tick that took longer is the last one on the loop, until the thread has had a shorter one:
+# Proposals that took longer are the last ones on the loop, until the thread has had shorter ones:
 # meanwhile nobody reads what comes, heartbeats and closes among it.
 _BRIEF_S = 0.003
 # When the thread looks after what a tick on the loop leaves to it; the answer has left by then.
@@ -52,6 +53,8 @@ class Worker:
         self._results: deque[Result] = deque()
         self._in_place = False
         self._brief = True
+        # Who asked alone with the latest jobs that did.
+        self._asked: Handle | None = None
         self._tidying: asyncio.TimerHandle | None = None
         self._stats = PoolStats(free=0, total=0, tables=0)
         self.infos: Mapping[str, MethodInfo] = {}
@@ -90,8 +93,19 @@ class Worker:
         when this returns, or come later."""
         if self._next:
             jobs, self._next = self._next, []
-            if not (self._in_place and self._brief and _one_asks(jobs) and self._here(jobs)):
+            alone = self._asks_alone(jobs)
+            if not (self._in_place and self._brief and alone and self._here(jobs)):
                 self._give(jobs)
+
+    def _asks_alone(self, jobs: list[Job]) -> bool:
+        """Whether one session asks, and no other has asked since it did the last time: those that
+        ask in turn are computed together, behind what others put meanwhile. To open a session may
+        take long."""
+        asking = [job.handle for job in jobs if isinstance(job, ProposeJob)]
+        if not asking:
+            return False
+        before, self._asked = self._asked, asking[0] if len(asking) == 1 else None
+        return self._asked is before is not None and not any(isinstance(j, OpenJob) for j in jobs)
 
     def _give(self, jobs: list[Job]) -> None:
         self._given += 1
@@ -175,7 +189,7 @@ class Worker:
     def _tick(self, jobs: list[Job]) -> list[Result]:
         began = time.monotonic()
         results = self._ticks.tick(jobs)
-        if jobs:
+        if any(isinstance(job, ProposeJob) for job in jobs):
             self._brief = time.monotonic() - began < _BRIEF_S
         return results
 
@@ -214,14 +228,3 @@ def _current_gpu() -> int | None:
     """Of this thread; None where torch uses none."""
     used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.current_device() if used else None
-
-
-def _one_asks(jobs: list[Job]) -> bool:
-    """Whether the jobs are of a round of one session: those that ask together are computed
-    together, behind what others put meanwhile, and to open a session may take long."""
-    asked = 0
-    for job in jobs:
-        if isinstance(job, OpenJob):
-            return False
-        asked += isinstance(job, ProposeJob)
-    return asked == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.api import Item, ItemResult, nothing
+from engine.api import Item, ItemResult
 from specwire.errors import Reason, SpecwireError
 from specwire.v1 import target_pb2
 from target_svc import results
@@ -45,8 +45,8 @@ class Progress:
         self._shapes, self._residency, self._sharing = shapes, residency, sharing
         self._sessions, self._metrics, self._answers = sessions, metrics, answers
         self._vocab_size = vocab_size
-        # Told that a session may run which nobody has just submitted.
-        self.on_ready: Callable[[], None] = nothing
+        # Told that a session may run which nobody has just submitted, and of its step.
+        self.on_ready: Callable[[Step | None], None] = _nobody
 
     def add(self, session: Session) -> None:
         """Takes a new session with its step 0."""
@@ -149,7 +149,7 @@ class Progress:
     def _answered(self, session: Session, step: Step, proposal: Made | None) -> None:
         self._go_on(session, step, proposal)
         self._answers.settled(wanted=session.step is None)
-        self.on_ready()
+        self.on_ready(session.step)
 
     def _end(self, session: Session, step: Step, now: float) -> None:
         if step.asked:
@@ -202,6 +202,10 @@ class Progress:
             self.refuse(session, step.step_id, error, have)
             return
         self._start(session, step)
+
+
+def _nobody(step: Step | None) -> None:
+    """For a step of which nobody need be told."""
 
 
 def _rows_wait(session: Session, step: Step) -> bool:

@@ -67,7 +67,7 @@ class Scheduler:
             self._answers,
             engine.info.vocab_size,
         )
-        self._progress.on_ready = self._wake.set
+        self._progress.on_ready = self._woken
         self._batches = BatchBuilder(
             engine,
             settings.prefill_chunk_tokens or engine.info.prefill_chunk,
@@ -118,8 +118,8 @@ class Scheduler:
         self._progress.submit(session, step)
         self._woken(step)
 
-    def _woken(self, step: Step) -> None:
-        if step.deadline is not None:
+    def _woken(self, step: Step | None) -> None:
+        if step is not None and step.deadline is not None:
             self._look_at = min(self._look_at, step.deadline)
         self._wake.set()
 

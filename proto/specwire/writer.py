@@ -18,14 +18,14 @@ class Begun:
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._work = work
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._waits_for: Any = None
         self._over = False
         try:
             self._waits_for = work.send(None)
         except StopIteration:
             self._over = True
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # not for whoever began it
             self._error, self._over = error, True
 
     def __await__(self) -> Generator[Any, Any, None]:

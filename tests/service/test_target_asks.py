@@ -478,6 +478,25 @@ async def test_a_deadline_ends_the_wait() -> None:
         assert refused.have_len == 7
 
 
+async def test_a_deadline_that_ends_a_wait_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where deadlines were looked at last while the session had no step."""
+    monkeypatch.setattr("target_svc.scheduler._EXPIRE_S", 10.0)
+    async with asking() as made:
+        await made.held(run(1, 4, deadline_ms=400))
+        other = made.service.peer()
+        await other.send(open_target(PROMPT, 9, key(2), deadline_ms=20))
+        opened = await other.verdict()
+        await asyncio.sleep(0.05)
+        await other.send(verify(1, opened.new_len, at=key(2)))
+        await other.verdict()
+        (verdict,) = await made.verdicts(1)
+        assert verdict.new_len == 7 and verdict.proposal.reason == "late"
+        refused = await made.peer.refused()
+        assert (refused.error.reason, refused.step_id) == ("DEADLINE", 2)
+
+
 async def test_pages_that_are_taken_meanwhile_are_filled_again() -> None:
     """The session keeps its ids: what the next step needs runs again, with the proposal."""
     engine = ToyEngine(pages=3, page_tokens=4)

@@ -65,7 +65,10 @@ class Rounds:
     def __init__(self, device: str, pauses: dict[int, float] | None = None) -> None:
         self.threads: list[bool] = []  # on the loop's?
         self.order: list[str] = []
-        self._pauses, self._gate = pauses or {}, threading.Event()
+        self._pauses = pauses or {}
+        self._handles: dict[str, Handle] = {}
+        # Each message is its own.
+        self.hurried = False
         self.worked = threading.Event()
         toy = method(device, propose=self._propose, work=self._work)
         self.worker = Worker(lambda: cast(Any, {"toy": toy}))
@@ -87,9 +90,11 @@ class Rounds:
             return lambda _: (self.order.append(name), future.set_result(None))[1]
 
         for name, future in zip(names, answered, strict=True):
-            handle = Handle("toy", object())
+            handle = self._handles.setdefault(name, Handle("toy", object()))
             self.worker.put(UpdateJob(handle, 3, (1,), ()))
             self.worker.put(ProposeJob(handle, 2, 1e9, done(name, future)))
+        if self.hurried:
+            self.worker.hand_over()
         await asyncio.wait_for(asyncio.gather(*answered), 5)
 
 
@@ -97,13 +102,15 @@ async def test_one_session_s_round_of_a_gpu_is_the_loop_s() -> None:
     rounds = Rounds("cuda:0 test")
     await rounds.worker.start()
     try:
+        await rounds.ask("a")
+        await asyncio.sleep(0.02)
         rounds.worked.clear()
         await rounds.ask("a")
-        assert rounds.threads == [True]
+        assert rounds.threads == [False, True], "who asks again is expected to go on"
         assert await asyncio.to_thread(rounds.worked.wait, 5), "the thread looks after the rest"
         await asyncio.sleep(0.05)
         await rounds.ask("b", "c")
-        assert rounds.threads == [True, False], "who asks together is computed on the thread"
+        assert rounds.threads == [False, True, False], "who asks together is computed on the thread"
     finally:
         await rounds.worker.stop()
 
@@ -122,15 +129,15 @@ async def test_on_a_cpu_the_loop_computes_nothing() -> None:
 async def test_a_long_proposal_goes_back_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until one is short again: the loop serves nobody else meanwhile."""
     monkeypatch.setattr(module, "_BRIEF_S", 0.1)
-    rounds = Rounds("cuda:0 test", {0: 0.15, 1: 0.15})
+    rounds = Rounds("cuda:0 test", {1: 0.15, 2: 0.15})
     await rounds.worker.start()
     try:
-        for name in "abcd":
-            await rounds.ask(name)
+        for _ in range(5):
+            await rounds.ask("a")
             await asyncio.sleep(0.02)
     finally:
         await rounds.worker.stop()
-    assert rounds.threads == [True, False, False, True]
+    assert rounds.threads == [False, True, False, False, True]
 
 
 async def test_what_the_thread_has_begun_comes_first() -> None:
@@ -144,3 +151,37 @@ async def test_what_the_thread_has_begun_comes_first() -> None:
     finally:
         await rounds.worker.stop()
     assert rounds.order == ["a", "b", "c"] and rounds.threads == [False, False]
+
+
+async def test_what_proposes_nothing_says_nothing_of_how_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows alone are soon taken, behind long proposals too."""
+    monkeypatch.setattr(module, "_BRIEF_S", 0.1)
+    rounds = Rounds("cuda:0 test", {1: 0.15, 2: 0.15})
+    await rounds.worker.start()
+    try:
+        for _ in range(2):
+            await rounds.ask("a")
+            await asyncio.sleep(0.02)
+        rounds.worker.put(UpdateJob(Handle("toy", object()), 3, (1,), ()))
+        await asyncio.sleep(0.05)
+        await rounds.ask("a")
+    finally:
+        await rounds.worker.stop()
+    assert rounds.threads == [False, True, False]
+
+
+async def test_sessions_that_ask_one_by_one_are_computed_together() -> None:
+    """Each in a message of its own, as targets of their own send them: meanwhile the loop would
+    compute the first alone, and then the next."""
+    rounds = Rounds("cuda:0 test", dict.fromkeys(range(20), 0.002))
+    rounds.hurried = True
+    await rounds.worker.start()
+    try:
+        for _ in range(2):
+            await asyncio.gather(*(rounds.ask(name) for name in "abcdef"))
+            await asyncio.sleep(0.02)
+    finally:
+        await rounds.worker.stop()
+    assert len(rounds.order) == 12 and len(rounds.threads) <= 6

@@ -19,7 +19,7 @@ class Stream:
         self.cancelled = False
         self.gate = asyncio.Event()
         self.waiting: list[str] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.writer = Writer(self._write, self._following)
 
     async def _write(self, message: list[str]) -> None:
@@ -129,4 +129,14 @@ async def test_what_writing_raises_ends_it(hurried: bool) -> None:
     else:
         stream.writer.wake()
     with pytest.raises(RuntimeError, match="broken"):
+        await asyncio.wait_for(task, 1)
+
+
+async def test_a_cancel_that_writing_begins_with_is_not_for_who_hurries() -> None:
+    """As of a call that was given up on this side."""
+    stream = Stream()
+    task = await running(stream)
+    stream.error, stream.waiting = asyncio.CancelledError(), ["a"]
+    stream.writer.hurry()
+    with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 1)
