@@ -80,7 +80,7 @@ def plan(
     ] = 32,
     session_ms: Annotated[
         float, typer.Option(help="What the services do for one more session in a plain round.")
-    ] = 0.015,
+    ] = 0.012,
     batch: Annotated[int, typer.Option(min=1, help="Sessions that decode at once.")] = 1,
     context_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a session, where --from knows several lengths.")

@@ -25,7 +25,7 @@ _SPANS = 136
 # Rows times hidden size squared up to which launches take longer than what they launch: a row of a
 # layer is some 11 times its hidden size squared of multiply-adds. Behind it the device is busy in
 # any case, and padding would cost more than a graph saves.
-_ROW_WORK = 10**10
+_ROW_WORK = 5 * 10**9
 
 
 class StepShapes:

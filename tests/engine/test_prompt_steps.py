@@ -94,8 +94,8 @@ def test_large_models_launch_large_steps() -> None:
     sizes = {hidden: [room.rows for room in shapes_of(hidden).ragged(4096, 1)] for hidden in (
         576, 2048, 4096, 8192,
     )}  # fmt: skip
-    assert [found[-1] for found in sizes.values()] == [2048, 2048, 512, 128]
-    assert shapes_of(4096).words_of(step((513, 1)), True) is None
+    assert [found[-1] for found in sizes.values()] == [2048, 1024, 256, 64]
+    assert shapes_of(4096).words_of(step((257, 1)), True) is None
     assert sizes[576] == [32, 64, 128, 192, 256, 384, 512, 768, 1024, 1280, 2048]
 
 

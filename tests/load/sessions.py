@@ -64,7 +64,7 @@ def shared(streams: Sequence[Stream]) -> tuple[int, float]:
     begin = max(stream.arrivals[0][0] for stream in streams)
     end = min(stream.arrivals[-1][0] for stream in streams)
     if end <= begin:
-        raise SystemExit("sessions end before the last one begins: more --max-tokens are needed")
+        raise RuntimeError("sessions end before the last one begins: more --max-tokens are needed")
     return sum(n for s in streams for at, n in s.arrivals if begin < at <= end), end - begin
 
 
@@ -259,7 +259,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     print(table(cells))
     if options.json:
         options.json.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n")
-    return 0
+    return 0 if len(cells) == len(modes) * len(options.sessions) else 1
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_only_the_time_that_all_sessions_share_counts() -> None:
     twice = cell(DRAFT, [[one, two], [two, one]], None)
     assert (twice.sessions, twice.tokens_per_s, twice.round_ms) == (2, 9.0, found.round_ms)
     late = stream([(4.0, 1), (5.0, 1)], [7], [500])
-    with pytest.raises(SystemExit, match="--max-tokens"):
+    with pytest.raises(RuntimeError, match="--max-tokens"):
         cell(DRAFT, [[one, late]], None)
 
 
