@@ -63,7 +63,7 @@ class TritonKernels(Kernels):
     its own launches of norm, rotation and product."""
 
     wide: Wide = ()
-    loose_rows: int = 64
+    loose_rows: int = 65
 
     def loose(self, rows: int) -> Kernels | None:
         return self._loose if rows >= self.loose_rows else None
