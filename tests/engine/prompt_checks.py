@@ -35,9 +35,8 @@ from tests.engine.prompt_mixes import (
     pages_of,
     same,
 )
-from tests.engine.test_dialects import CASES
 from tests.engine.tiny import load_tiny, write_llama, write_model
-from tests.service.colocated_draft_check import pair, rounds
+from tests.service.colocated_draft_check import rounds, tiny_pair
 
 ON_GPU = torch.cuda.is_available()
 # Rows that a prompt's chunk has, and mixes tried of each.
@@ -141,11 +140,7 @@ def check_a_drafter_beside() -> None:
         attention_backend="TRITON_ATTN",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, small_rooms():
-        target, draft = Path(folder, "target"), Path(folder, "draft")
-        write_llama(target)
-        CASES["zlab"].write(draft, target)
-        options: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}
-        engine, drafter = pair(target, draft, "dflash", config, **options)
+        engine, drafter = tiny_pair(folder, config)
         for own in (False, True):
             graphs = graphs_of(engine)
             found = rounds(engine, drafter, prompts, KINDS[0], 1, own)

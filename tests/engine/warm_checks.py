@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from draft_svc.colocated import BlockDrafter
@@ -19,10 +18,8 @@ from engine.config import EngineConfig
 from engine.kv.pool import PoolStats
 from engine.runner import NativeEngine
 from tests.engine.fake_graphs import FakeGraphs
-from tests.engine.test_dialects import CASES
-from tests.engine.tiny import write_llama
 from tests.service.block_draft_check import TRITON, drafts, opened
-from tests.service.colocated_draft_check import pair
+from tests.service.colocated_draft_check import tiny_pair
 
 GREEDY = Sampling(temperature=0.0)
 FILTERED = Sampling(temperature=0.9, seed=7, top_k=20, top_p=0.9)
@@ -114,11 +111,7 @@ def check_a_drafter_in_its_target() -> None:
         attention_backend="TRITON_ATTN",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, few_shapes():
-        target, draft = Path(folder, "target"), Path(folder, "draft")
-        write_llama(target)
-        CASES["zlab"].write(draft, target)
-        options: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}
-        engine, drafter = pair(target, draft, "dflash", config, **options)
+        engine, drafter = tiny_pair(folder, config)
         steppers_with_graphs(engine)
         _with_graphs(drafter._method)
         first_runs(drafter._method, drafter._filled, [CallShape(1, 2, False)])

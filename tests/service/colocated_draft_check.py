@@ -46,6 +46,14 @@ def pair(
     return load_engine(replace(engine, model=str(target)), drafter), drafter
 
 
+def tiny_pair(folder: str, engine: EngineConfig) -> tuple[NativeEngine, BlockDrafter]:
+    """A random Llama and its DFlash draft, both with TRITON_ATTN; the files lie in the folder."""
+    target, draft = Path(folder, "target"), Path(folder, "draft")
+    write_llama(target)
+    CASES["zlab"].write(draft, target)
+    return pair(target, draft, "dflash", engine, attention_backend="TRITON_ATTN")
+
+
 def rounds(
     engine: NativeEngine,
     drafter: BlockDrafter | None,
