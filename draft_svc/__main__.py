@@ -33,6 +33,7 @@ async def serve(stop: asyncio.Event) -> None:
         reflection=settings.reflection,
         drain_s=settings.drain_ms / 1000,
         stopped=stop.is_set,
+        busy_poll_us=settings.busy_poll_us,
     )
     async with AsyncExitStack() as stack:
         if settings.metrics_port:

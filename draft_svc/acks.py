@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from specwire.errors import SpecwireError
 from specwire.v1 import draft_pb2
 
 # An answer is there by then, or the sender is told without it.
@@ -16,34 +17,52 @@ _WITHIN_S = 0.005
 _MOST_BYTES = 64 << 10
 
 
+def ack_of(chunk: draft_pb2.FeatureChunk, refusal: SpecwireError | None) -> draft_pb2.FeatureAck:
+    """Taken or refused, the sender may send as many bytes again."""
+    ack = draft_pb2.FeatureAck()
+    ack.key.CopyFrom(chunk.key)
+    ack.step_id, ack.credit_bytes = chunk.step_id, len(chunk.rows)
+    if refusal is not None:
+        ack.error.CopyFrom(refusal.to_item())
+    return ack
+
+
 class Acks:
-    """Of one stream of rows; `put` sends a message on it."""
+    """Of one stream of rows; `put` sends a message on it. What was taken is one credit for all of
+    it, without a key."""
 
     def __init__(self, put: Callable[[draft_pb2.PushFeaturesResponse], None]) -> None:
         self._put = put
-        self._kept: list[draft_pb2.FeatureAck] = []
-        self._bytes = 0
+        self._credit_bytes = 0
+        self._refused: list[draft_pb2.FeatureAck] = []
         # When the first of them was kept.
         self._since = 0.0
         # Goes on behind an answer: to set one anew in each round costs more.
         self._timer: asyncio.TimerHandle | None = None
 
-    def keep(self, acks: Sequence[draft_pb2.FeatureAck]) -> None:
-        """Says them with the next answer, or by themselves where that is long in coming."""
-        if not acks:
-            return
-        if not self._kept:
+    def keep(self, chunk: draft_pb2.FeatureChunk, refusal: SpecwireError | None) -> None:
+        """Says it with the next answer, or by itself where that is long in coming."""
+        if not self._waits:
             self._since = time.monotonic()
-        self._kept += acks
-        self._bytes += sum(ack.credit_bytes for ack in acks)
-        if self._bytes > _MOST_BYTES:
+        if refusal is not None:
+            self._refused.append(ack_of(chunk, refusal))
+        else:
+            self._credit_bytes += len(chunk.rows)
+        if self._credit_bytes > _MOST_BYTES:
             self._flush()
         elif self._timer is None:
             self._look_in(_WITHIN_S)
 
+    @property
+    def _waits(self) -> bool:
+        return self._credit_bytes > 0 or len(self._refused) > 0
+
     def take(self) -> list[draft_pb2.FeatureAck]:
         """Those that were kept, to be sent by the caller."""
-        kept, self._kept, self._bytes = self._kept, [], 0
+        kept, self._refused = self._refused, []
+        if self._credit_bytes:
+            kept.append(draft_pb2.FeatureAck(credit_bytes=self._credit_bytes))
+            self._credit_bytes = 0
         return kept
 
     def close(self) -> None:
@@ -57,7 +76,7 @@ class Acks:
 
     def _look(self) -> None:
         self._timer = None
-        if not self._kept:
+        if not self._waits:
             return
         left = self._since + _WITHIN_S - time.monotonic()
         if left > 0:

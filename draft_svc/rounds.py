@@ -149,19 +149,14 @@ class Rounds:
 
     def take_rows(
         self, target_incarnation: int, chunk: draft_pb2.FeatureChunk
-    ) -> draft_pb2.FeatureAck:
-        """Takes a chunk of rows or says why not. Either way the sender may send as many bytes
-        again.
-        """
-        ack = draft_pb2.FeatureAck()
-        ack.key.CopyFrom(chunk.key)
-        ack.step_id, ack.credit_bytes = chunk.step_id, len(chunk.rows)
+    ) -> SpecwireError | None:
+        """Takes a chunk of rows, or returns why not."""
         try:
             self._take_rows(target_incarnation, chunk)
         except SpecwireError as error:
             self.metrics.event(f"rows_{error.metadata.get('cause', error.reason.value.lower())}")
-            ack.error.CopyFrom(error.to_item())
-        return ack
+            return error
+        return None
 
     def _take_rows(self, target_incarnation: int, chunk: draft_pb2.FeatureChunk) -> None:
         session = self.sessions.find(chunk.key)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from draft_svc.acks import Acks
+from draft_svc.acks import Acks, ack_of
 from draft_svc.protocol import Protocol
 from specwire.rpc import Outbox, OutboxFull
 from specwire.v1.draft_pb2 import DraftReply, PushFeaturesRequest, PushFeaturesResponse
@@ -22,6 +22,7 @@ class RowStream:
         self._protocol = protocol
         self._outbox: Outbox[PushFeaturesResponse] = Outbox()
         self._acks = Acks(self._put)
+        self._alone = False
         self._writer = Writer(write, self._following)
 
     async def serve(self, frames: AsyncIterator[PushFeaturesRequest]) -> None:
@@ -36,27 +37,38 @@ class RowStream:
             reader.cancel()
 
     async def _read(self, frames: AsyncIterator[PushFeaturesRequest]) -> None:
-        """Rows before the questions that came with them, which need them."""
-        protocol, acks = self._protocol, self._acks
         try:
             async for frame in frames:
-                target, asks = frame.target_incarnation, frame.asks
-                taken = [protocol.rounds.take_rows(target, chunk) for chunk in frame.chunks]
-                if asks:
-                    acks.keep(taken)
+                if frame.asks:
+                    self._answer(frame)
                 else:
-                    self._put(PushFeaturesResponse(acks=acks.take() + taken))
-                for ask in asks:
-                    protocol.asked(target, ask, self._reply)
-                if asks:
-                    protocol.worker.hand_over()
+                    self._take(frame)
                 self._writer.hurry()
         finally:
-            acks.close()
+            self._acks.close()
             self._close()
+
+    def _take(self, frame: PushFeaturesRequest) -> None:
+        rounds, target = self._protocol.rounds, frame.target_incarnation
+        acks = [ack_of(chunk, rounds.take_rows(target, chunk)) for chunk in frame.chunks]
+        self._put(PushFeaturesResponse(acks=self._acks.take() + acks))
+
+    def _answer(self, frame: PushFeaturesRequest) -> None:
+        """Rows before the questions that came with them, which need them."""
+        protocol, target, asks = self._protocol, frame.target_incarnation, frame.asks
+        for chunk in frame.chunks:
+            self._acks.keep(chunk, protocol.rounds.take_rows(target, chunk))
+        for ask in asks:
+            protocol.asked(target, ask, self._reply)
+        # No other answer comes from what is done here: that of a single question leaves first.
+        self._alone = len(asks) == 1
+        protocol.worker.hand_over()
+        self._alone = False
 
     def _reply(self, message: DraftReply) -> None:
         self._put(PushFeaturesResponse(acks=self._acks.take(), replies=[message]))
+        if self._alone:
+            self._writer.hurry()
 
     def _put(self, answer: PushFeaturesResponse) -> None:
         try:

@@ -28,6 +28,7 @@ from engine.api import never
 from engine.errors import BackendUnavailable
 from engine.kv.pool import PoolStats
 from specwire.errors import Reason, SpecwireError
+from specwire.poll import BusyPoll
 
 # Proposals that took longer are the last ones on the loop, until the thread has had shorter ones:
 # meanwhile nobody reads what comes, heartbeats and closes among it.
@@ -40,8 +41,14 @@ class Worker:
     """Loads the methods on its thread, then serves jobs until `stop`. Methods are not warmed up
     once the start is `stopped`."""
 
-    def __init__(self, load: Callable[[], Methods], stopped: Callable[[], bool] = never) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Methods],
+        stopped: Callable[[], bool] = never,
+        poll: BusyPoll | None = None,
+    ) -> None:
         self._load, self._stopped = load, stopped
+        self._poll = poll or BusyPoll(0)
         self._jobs: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
         self._next: list[Job] = []
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -121,6 +128,7 @@ class Worker:
             self._computing.release()
         self._results += results
         self._deliver()
+        self._poll.begin()  # the next question comes in a step's time
         if self._tidying is None:
             self._tidying = self._loop.call_later(_TIDY_S, self._tidy)
         return True

@@ -23,6 +23,7 @@ import torch
 
 from engine.attention.report import AttentionReport
 from engine.kv.pool import PageTable, PoolStats
+from engine.row_bits import RowBits, as_tensor
 
 if TYPE_CHECKING:
     from engine.colocated import Group, Handles, TapRows, Target
@@ -148,7 +149,8 @@ class ItemResult(NamedTuple):
              draws == 0)
     rows     bf16 CPU tensor [valid rows, len(taps) * hidden_size]: every row of a prompt chunk,
              accepted + 1 rows of a verify block; None without taps. They may still be on their way
-             from a device: whoever reads them waits, on any thread
+             from a device: whoever reads them waits, on any thread. `late_rows` gives the same as
+             the bits that are sent
     margins  per token, highest filtered logit minus the second highest
     width    rows the step ran for this item, padding included
     logprobs         one per token of `tokens`, when asked for
@@ -157,7 +159,7 @@ class ItemResult(NamedTuple):
 
     tokens: tuple[int, ...]
     accepted: int
-    late_rows: Callable[[], torch.Tensor] | None
+    late_rows: Callable[[], RowBits] | None
     margins: tuple[float, ...]
     width: int
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -165,7 +167,7 @@ class ItemResult(NamedTuple):
 
     @property
     def rows(self) -> torch.Tensor | None:
-        return None if self.late_rows is None else self.late_rows()
+        return None if self.late_rows is None else as_tensor(self.late_rows())
 
 
 def nothing() -> None:
@@ -231,6 +233,11 @@ class Engine(Protocol):
         """Runs all items, one result each, in order. Raises only for bugs: the caller validates
         ids and lengths. `launched` is called when the host has done its part for now, and other
         threads can have the interpreter: at least once where the device is waited for."""
+        ...
+
+    def admit_thread(self) -> bool:
+        """Lets the calling thread run steps too, one thread at a time. False: it cannot; where
+        steps compute on the CPU, kernels have threads that belong to the one that loaded them."""
         ...
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from engine.choose import Chosen, choose
 from engine.colocated import TARGET_GROUP, Beside, Group, Handles
 from engine.compiling import compile_first
 from engine.config import EngineConfig
+from engine.device import use_device
 from engine.device_step import DeviceStepper
 from engine.kv.cache import PagedCache
 from engine.kv.groups import PagedGroups
@@ -26,6 +28,7 @@ from engine.kv.pool import PagePool, PageTable, PoolStats
 from engine.logprobs import score_rows
 from engine.models.family import Model
 from engine.models.layers import Rows
+from engine.row_bits import RowBits
 from engine.sampling import draw
 from engine.tap_export import LateRows
 
@@ -109,6 +112,10 @@ class NativeEngine:
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
+
+    def admit_thread(self) -> bool:
+        use_device(self._cache.device)
+        return self._cache.device.type == "cuda"
 
     def warm_up(self, wanted: WarmUp) -> int:
         if self._stepper is None:
@@ -204,33 +211,26 @@ class NativeEngine:
         logits = self._model.forward(rows, self._cache, self._backend, wanted, taps, tap_rows)
         return logits, tap_rows
 
-    def _item_rows(
-        self,
-        placed: Placed,
-        count: int,
-        wanted: tuple[int, ...],
-        taps: tuple[int, ...],
-        tap_rows: LateRows,
-    ) -> Tensor:
-        """The item's first rows with the columns of the wanted taps, out of those of all `taps`."""
-        rows = tap_rows.get()[placed.first_row : placed.first_row + count]
-        if wanted == taps:
-            return rows
-        hidden = self._info.hidden_size
-        columns = [rows[:, (at := taps.index(t) * hidden) : at + hidden] for t in wanted]
-        return torch.cat(columns, dim=1)
-
     def _late_rows(
         self, placed: Placed, taps: tuple[int, ...], tap_rows: LateRows, valid: int
-    ) -> Callable[[], Tensor]:
-        def rows() -> Tensor:
-            own = self._item_rows(placed, valid, placed.item.taps, taps, tap_rows)
-            return own.to("cpu", torch.bfloat16)
+    ) -> Callable[[], RowBits]:
+        """The item's first rows with the columns of its own taps, out of those of all `taps`."""
+        first, wanted = placed.first_row, placed.item.taps
+
+        def rows() -> RowBits:
+            found = tap_rows.bits()[first : first + valid]
+            if wanted == taps:
+                return found
+            return np.concatenate([found[:, self._columns(tap, taps)] for tap in wanted], axis=1)
 
         if tap_rows.arrived is not None:
             return rows
         here = rows()
         return lambda: here
+
+    def _columns(self, tap: int, taps: tuple[int, ...]) -> slice:
+        at = taps.index(tap) * self._info.hidden_size
+        return slice(at, at + self._info.hidden_size)
 
     def _results(
         self,
@@ -245,7 +245,7 @@ class NativeEngine:
             item = placed.item
             valid = len(item.ids) - max(item.draws - 1, 0) + accepted
             item.table.extend(item.start + valid, written if item.drafted else ())
-            late: Callable[[], Tensor] | None = None
+            late: Callable[[], RowBits] | None = None
             scores: tuple[TokenLogprobs, ...] = ()
             if item.taps and tap_rows is not None:
                 late = self._late_rows(placed, taps, tap_rows, valid)
@@ -263,6 +263,7 @@ class NativeEngine:
         """Row i of a prompt chunk scores the prompt's token after it."""
         item = placed.item
         following = item.context[item.start + 1 : item.prompt_len][: len(item.ids)]
-        last = (self._info.layer_count - 1,)
-        rows = self._item_rows(placed, len(item.ids), last, taps, tap_rows)
+        last = self._columns(self._info.layer_count - 1, taps)
+        first, end = placed.first_row, placed.first_row + len(item.ids)
+        rows = tap_rows.get()[first:end, last]
         return score_rows(rows, self._model.logits_of, following, top)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.row_bits import RowBits, as_bits
+
 
 @dataclass(frozen=True, slots=True)
 class LateRows:
@@ -16,12 +18,19 @@ class LateRows:
 
     rows: Tensor
     arrived: Any = None
+    # The same memory, where it is the host's: made while the device works.
+    _bits: RowBits | None = None
 
     def get(self) -> Tensor:
         """The rows; waits for them. Any thread may call it."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.rows
+
+    def bits(self) -> RowBits:
+        """The rows as bf16 in the host's memory; waits for them. Any thread may call it."""
+        rows = self.get()
+        return as_bits(rows.to("cpu", torch.bfloat16)) if self._bits is None else self._bits
 
 
 class TapExport:
@@ -53,4 +62,4 @@ class TapExport:
             rows.record_stream(self._stream)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
-        return LateRows(out, self._copied)
+        return LateRows(out, self._copied, as_bits(out))

@@ -17,8 +17,7 @@ from target_svc.asks import Answer, Answered, Question
 from target_svc.metrics import Metrics
 from target_svc.outcome import Outcome
 from target_svc.proposing import Made
-from target_svc.rows import as_rows
-from target_svc.sessions import Session, Step
+from target_svc.sessions import Link, Session, Step
 
 Kept = tuple[int, Rows]  # a position and the rows from there on
 
@@ -99,6 +98,7 @@ class Answers:
     def _say(self) -> None:
         waiting, self._waiting = self._waiting, []
         sent: list[tuple[Ended, Kept | None]] = []
+        links: set[Link] = set()
         opens = verifies = accepted = tokens = 0
         for ended in waiting:
             session, kept = ended.session, ended.kept
@@ -109,6 +109,7 @@ class Answers:
                     session.answer = reply = target_pb2.TargetReply()
                     _write(reply.verdict, ended, kept)
                     session.link.send(reply)
+                    links.add(session.link)
                     if ended.opening:
                         opens += 1
                     else:
@@ -125,6 +126,9 @@ class Answers:
                         session.sink.ask(ended.question, ended.answered or _unheard)
             except Exception as error:  # of the engine, which failed late: the others go on
                 self.on_lost(session, ended.step.step_id, error)
+        _hurry(sent)
+        for link in links:
+            link.hurry()
         _after_sending(sent)
         if tokens:
             self._metrics.verdicts(opens, verifies, accepted, tokens - accepted)
@@ -207,11 +211,15 @@ def _scored(scored: TokenLogprobs) -> common_pb2.TokenLogprobs:
     )
 
 
-def _after_sending(sent: Sequence[tuple[Ended, Kept | None]]) -> None:
-    """Questions leave now, those of all sessions together; what nobody waits for is done then."""
+def _hurry(sent: Sequence[tuple[Ended, Kept | None]]) -> None:
+    """Questions leave now, those of all sessions together."""
     for ended, _ in sent:
         if ended.question is not None and ended.session.sink is not None:
             ended.session.sink.hurry()
+
+
+def _after_sending(sent: Sequence[tuple[Ended, Kept | None]]) -> None:
+    """What nobody waits for."""
     for ended, kept in sent:
         session = ended.session
         if session.held is not None and ended.answered is not None:
@@ -224,7 +232,7 @@ def _send_missed(ended: Ended) -> None:
     """Rows of earlier steps whose tokens the draft is told of only now: it has dropped those that
     it was not asked about, or never had them."""
     session, asked = ended.session, ended.question
-    if session.sink is None or asked is None:
+    if session.sink is None or asked is None or asked.base_len >= ended.base:
         return
     for start, rows in session.history.since(asked.base_len - 1):
         missed = rows[: max(0, ended.base - 1 - start)]
@@ -236,14 +244,14 @@ def _send_rows(ended: Ended) -> Kept | None:
     """Pushes the rows of the session's part, except those that the draft already has; or not yet.
     Returns what is to be kept."""
     session, start = ended.session, ended.item.start
-    if session.sink is None or (found := ended.result.rows) is None:
+    if session.sink is None or (found := ended.result.late_rows) is None:
         return None
     step_id = ended.step.step_id
     skip = max(0, session.rows_start - start) if step_id == 0 else 0
     # Behind a stop the engine's rows are valid, but not part of the text: rows end at new_len - 1.
     kept = ended.kept
     end = None if kept is None else ended.base + len(kept.tokens) - 1 - start
-    wanted, first = as_rows(found)[skip:end], start + skip
+    wanted, first = found()[skip:end], start + skip
     if not len(wanted):
         return None
     if ended.rows_wait:

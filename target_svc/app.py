@@ -96,6 +96,7 @@ class TargetApp:
         self.scheduler = Scheduler(
             engine, self._thread, settings, self.metrics, self.engine_down.set, self._drafter
         )
+        self._exporter.on_answers = self.scheduler.hurry
         limits = Limits.of(engine.info, settings, self._drafter)
         self._intake = Intake(
             self.scheduler, self._exporter, limits, settings.row_history_tokens, self.metrics

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
+from engine.api import nothing
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import CHUNK_BYTES
 from specwire.tensors import Rows, chunk_rows, rows_to_bytes
-from specwire.v1 import draft_pb2
 from target_svc.asks import Answered, Question
 from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
-from target_svc.push_stream import PushStream
+from target_svc.push_stream import Chunk, PushStream
 from target_svc.sessions import Key
 from target_svc.settings import TargetSettings
 
@@ -24,6 +25,8 @@ class FeatureExporter:
     def __init__(self, settings: TargetSettings, incarnation: int, metrics: Metrics) -> None:
         self._settings, self._incarnation, self._metrics = settings, incarnation, metrics
         self._streams: OrderedDict[str, PushStream] = OrderedDict()
+        # Called behind answers of drafts to what was asked of them.
+        self.on_answers: Callable[[], None] = nothing
         self._closing: set[asyncio.Task[None]] = set()
 
     def open(self, address: str, key: Key) -> SessionRows:
@@ -36,7 +39,9 @@ class FeatureExporter:
         stream = self._streams.get(address)
         if stream is None:
             self._make_place()
-            stream = PushStream(address, self._settings, self._incarnation, self._metrics)
+            stream = PushStream(
+                address, self._settings, self._incarnation, self._metrics, self.on_answers
+            )
             self._streams[address] = stream
         self._streams.move_to_end(address)
         return SessionRows(stream, key)
@@ -81,29 +86,13 @@ class SessionRows:
     def push(self, step_id: int, start: int, rows: Rows) -> None:
         parts = ((0, rows),) if rows.nbytes <= CHUNK_BYTES else chunk_rows(rows)
         for offset, part in parts:
-            chunk = draft_pb2.FeatureChunk(
-                key=self._key,
-                step_id=step_id,
-                start=start + offset,
-                count=len(part),
-                rows=rows_to_bytes(part),
-            )
-            self._stream.put(chunk)
+            data = rows_to_bytes(part)
+            self._stream.put(Chunk(self._key, step_id, start + offset, len(part), data))
 
     def ask(self, question: Question, answered: Answered) -> None:
         """Asks the draft for a proposal, behind the rows that were pushed before. `answered` is
         called once, with a refusal where the stream breaks too; never from here."""
-        ask = draft_pb2.Advance(
-            key=self._key,
-            step_id=question.step_id,
-            base_len=question.base_len,
-            tokens=question.tokens,
-            k=question.k,
-            deadline_ms=-(-question.wait_us // 1000),
-            rows_start=question.base_len - 1,
-            rows_count=len(question.tokens),
-        )
-        self._stream.ask(self._name, ask, answered)
+        self._stream.ask(self._name, self._key, question, answered)
 
     def hurry(self) -> None:
         """Nothing more comes soon: what was pushed and asked leaves at once, where it can."""

@@ -48,6 +48,11 @@ class Progress:
         # Told that a session may run which nobody has just submitted, and of its step.
         self.on_ready: Callable[[Step | None], None] = _nobody
 
+    @property
+    def alone(self) -> bool:
+        """There is one session."""
+        return len(self._sessions) == 1
+
     def add(self, session: Session) -> None:
         """Takes a new session with its step 0."""
         self._residency.enter(session)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
+from engine.api import nothing
 from specwire.errors import Reason, internal_error
 from specwire.rpc import CHUNK_BYTES, channel_options
-from specwire.v1 import draft_pb2, draft_pb2_grpc
+from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specwire.writer import Writer
-from target_svc.asks import LOST, Answered, OpenAsks
+from target_svc.asks import LOST, Answered, OpenAsks, Question
 from target_svc.metrics import Metrics
 from target_svc.sessions import Key
 from target_svc.settings import TargetSettings
@@ -27,17 +29,35 @@ log = logging.getLogger(__name__)
 _BACKOFF_S = (0.1, 2.0)
 
 
+class Chunk(NamedTuple):
+    """`length` rows of one session and step, from position `start` on. Bytes, since an array would
+    keep the rows of its whole step in the memory that the device writes to."""
+
+    key: common_pb2.SessionKey
+    step_id: int
+    start: int
+    length: int
+    rows: bytes
+
+
 class PushStream:
     """Sends chunks in order while the draft gives credit, and connects again after a break."""
 
     def __init__(
-        self, address: str, settings: TargetSettings, incarnation: int, metrics: Metrics
+        self,
+        address: str,
+        settings: TargetSettings,
+        incarnation: int,
+        metrics: Metrics,
+        on_answers: Callable[[], None] = nothing,
     ) -> None:
+        """`on_answers` is called behind each message with answers."""
+        self._on_answers = on_answers
         self._address, self._incarnation, self._metrics = address, incarnation, metrics
         self._queue_bytes, self._window = settings.push_queue_bytes, settings.push_window_bytes
-        self._queue: deque[draft_pb2.FeatureChunk] = deque()
+        self._queue: deque[Chunk] = deque()
         # Not sent yet: of a session the latest, however long the stream stands still.
-        self._asks: dict[Key, draft_pb2.Advance] = {}
+        self._asks: dict[Key, tuple[common_pb2.SessionKey, Question]] = {}
         self._open_asks = OpenAsks()
         # The draft has answered on the present stream.
         self._up = False
@@ -45,6 +65,8 @@ class PushStream:
         self._hopeful = True
         self._queued = 0
         self._in_flight = 0
+        # Bytes of rows in the message that is being written.
+        self._leaving = 0
         self._writer: Writer[draft_pb2.PushFeaturesRequest] | None = None
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -61,21 +83,24 @@ class PushStream:
         self.users -= 1
         self._asks.pop(name, None)
 
-    def put(self, chunk: draft_pb2.FeatureChunk) -> None:
-        if self._queued + len(chunk.rows) > self._queue_bytes:
-            self._metrics.rows("overflow", len(chunk.rows))
+    def put(self, chunk: Chunk) -> None:
+        size = len(chunk.rows)
+        if self._queued + size > self._queue_bytes:
+            self._metrics.rows("overflow", size)
             return
         self._queue.append(chunk)
-        self._queued += len(chunk.rows)
+        self._queued += size
         self._wake()
 
-    def ask(self, name: Key, ask: draft_pb2.Advance, answered: Answered) -> None:
+    def ask(
+        self, name: Key, key: common_pb2.SessionKey, question: Question, answered: Answered
+    ) -> None:
         """Questions need no credit: a session has one at a time."""
         if not self._hopeful:
             asyncio.get_running_loop().call_soon(answered, LOST)
             return
-        self._open_asks.add(name, ask.step_id, answered)
-        self._asks[name] = ask
+        self._open_asks.add(name, question.step_id, answered)
+        self._asks[name] = key, question
         self._wake()
 
     def hurry(self) -> None:
@@ -127,8 +152,9 @@ class PushStream:
         self._in_flight = 0
 
         async def write(request: draft_pb2.PushFeaturesRequest) -> None:
+            size = self._leaving
             await call.write(request)
-            self._metrics.rows("sent", sum(len(chunk.rows) for chunk in request.chunks))
+            self._metrics.rows("sent", size)
 
         self._writer = writer = Writer(write, self._following)
         tasks = [
@@ -155,28 +181,34 @@ class PushStream:
         return worked
 
     def _following(self) -> draft_pb2.PushFeaturesRequest | None:
-        chunks = self._frame()
-        if not chunks and not self._asks:
+        """What goes next, of all sessions in one message."""
+        # Filled in place: a message that is put into another is copied, and rows are large.
+        request = draft_pb2.PushFeaturesRequest()
+        size = self._add_chunks(request)
+        for key, question in self._asks.values():
+            _add_ask(request, key, question)
+        if not size and not self._asks:
             return None
-        asks, self._asks = self._asks, {}
-        return draft_pb2.PushFeaturesRequest(
-            target_incarnation=self._incarnation, chunks=chunks, asks=asks.values()
-        )
+        self._asks.clear()
+        request.target_incarnation = self._incarnation
+        self._leaving = size
+        return request
 
-    def _frame(self) -> list[draft_pb2.FeatureChunk]:
-        """What goes next, of all sessions in one message: as much as the draft's credit and a frame
-        have room for. They count as in flight."""
-        chunks: list[draft_pb2.FeatureChunk] = []
+    def _add_chunks(self, request: draft_pb2.PushFeaturesRequest) -> int:
+        """As many rows as the draft's credit and a frame have room for. They count as in flight.
+        Returns their bytes."""
         size = 0
         while self._queue:
             more = len(self._queue[0].rows)
-            if (chunks and size + more > CHUNK_BYTES) or not self._has_credit(more):
+            if (size and size + more > CHUNK_BYTES) or not self._has_credit(more):
                 break
-            chunks.append(self._queue.popleft())
+            key, step_id, start, length, rows = self._queue.popleft()
+            chunk = request.chunks.add(step_id=step_id, start=start, count=length, rows=rows)
+            chunk.key.CopyFrom(key)
             size += more
             self._queued -= more
             self._in_flight += more
-        return chunks
+        return size
 
     def _has_credit(self, size: int) -> bool:
         return self._in_flight == 0 or self._in_flight + size <= self._window
@@ -193,8 +225,25 @@ class PushStream:
             for reply in response.replies:
                 if not self._open_asks.answer(reply):
                     self._metrics.dropped("draft_stray")
+            if response.replies:
+                self._on_answers()
             if response.acks and self._queue:
                 self._wake()
+
+
+def _add_ask(
+    request: draft_pb2.PushFeaturesRequest, key: common_pb2.SessionKey, question: Question
+) -> None:
+    ask = request.asks.add(
+        step_id=question.step_id,
+        base_len=question.base_len,
+        k=question.k,
+        deadline_ms=-(-question.wait_us // 1000),
+        rows_start=question.base_len - 1,
+        rows_count=len(question.tokens),
+    )
+    ask.key.CopyFrom(key)
+    ask.tokens.extend(question.tokens)
 
 
 def _cause(reason: str) -> str:

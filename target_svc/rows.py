@@ -7,17 +7,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from specwire.tensors import Rows
 from target_svc.asks import Answered, Question
-
-
-def as_rows(found: torch.Tensor) -> Rows:
-    """bf16 rows of a result, bits unchanged: numpy knows no bfloat16, so it sees uint16."""
-    whole = found if found.is_contiguous() else found.contiguous()
-    rows: Rows = whole.view(torch.uint16).numpy()
-    return rows
 
 
 class RowSink(Protocol):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.api import Drafter, Engine
+from engine.api import Drafter, Engine, Item
 from specwire.errors import Reason, SpecwireError
+from specwire.poll import BusyPoll, longest_s
 from specwire.v1 import target_pb2
 from target_svc.answers import Answers
 from target_svc.batch import BatchBuilder
@@ -51,7 +52,7 @@ class Scheduler:
         self._engine, self._metrics = engine, metrics
         self._wake = asyncio.Event()
         self._reported = 0.0
-        self._unreported = False
+        self._unreported = self._sleeps = False
         # When leases and deadlines are looked at next.
         self._look_at = 0.0
         self._answers = Answers(metrics)
@@ -76,8 +77,9 @@ class Scheduler:
             metrics,
             draft_all=settings.draft_context == "all",
         )
+        poll = BusyPoll(longest_s(settings.busy_poll_us))
         self._running = Running(
-            engine, thread, drafter, self._progress, self._answers, metrics, on_engine_down
+            engine, thread, drafter, self._progress, self._answers, metrics, on_engine_down, poll
         )
 
     # -- what the intake calls -------------------------------------------------------------------
@@ -142,21 +144,32 @@ class Scheduler:
     async def run(self) -> None:
         """Runs steps until cancelled."""
         loop = asyncio.get_running_loop()
-        ready = self._progress.ready
         while True:
             self._wake.clear()
-            now = loop.time()
-            if now >= self._look_at:
-                self._expire(now)
-            self._residency.free_released()
-            self._residency.admit(ready.values(), now)
-            batch = self._batches.build(ready.values(), now)
-            if not batch:
+            if not (batch := self._batch(loop.time())):
                 self.flush()
                 self._report_at_times()
                 await self._sleep(loop)
                 continue
             await self._running.step(batch, self._report_at_times)
+
+    def hurry(self) -> None:
+        """Behind the answers of a draft service. Where one session alone waited for them its next
+        step is over when this returns, and its next question on the way."""
+        ready = self._progress.ready.values()
+        if ready and self._sleeps and self._running.may_step_here(ready):
+            batch = self._batch(asyncio.get_running_loop().time())
+            if batch:
+                self._running.step_here(batch)
+
+    def _batch(self, now: float) -> list[tuple[Session, Item]]:
+        """What runs next, its pages at hand."""
+        if now >= self._look_at:
+            self._expire(now)
+        ready = self._progress.ready.values()
+        self._residency.free_released()
+        self._residency.admit(ready, now)
+        return self._batches.build(ready, now)
 
     async def _sleep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Waits for an item, for the next lease or deadline to end, or to look for pages again."""
@@ -165,7 +178,9 @@ class Scheduler:
         ends += [loop.time() + _RETRY_S] if self._progress.ready else []
         ends += [self._reported + _REPORT_S] if self._unreported else []
         timer = loop.call_at(min(ends), self._look) if ends else None
+        self._sleeps = True
         await self._wake.wait()
+        self._sleeps = False
         if timer is not None:
             timer.cancel()
 

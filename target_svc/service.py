@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
 from specwire.errors import Reason, SpecwireError
 from specwire.rpc import CHUNK_BYTES, Outbox, OutboxFull
 from specwire.v1 import target_pb2, target_pb2_grpc
+from specwire.writer import Writer
 from target_svc.intake import Intake
 from target_svc.metrics import Metrics
 
@@ -19,29 +20,52 @@ Load = Callable[[], target_pb2.TargetLoad]
 
 
 class LinkStream:
-    """The replies that wait for one stream.
+    """The replies that wait for one stream; `write` sends a message on it, which `frame` makes.
 
     Those that find it closed are dropped: a step can be asked for again.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.outbox: Outbox[target_pb2.TargetReply] = Outbox()
-        self._metrics = metrics
+    def __init__(
+        self,
+        metrics: Metrics,
+        write: Callable[[target_pb2.TargetServiceLinkResponse], Coroutine[Any, Any, None]],
+        frame: Callable[[Sequence[target_pb2.TargetReply]], target_pb2.TargetServiceLinkResponse],
+    ) -> None:
+        self._outbox: Outbox[target_pb2.TargetReply] = Outbox()
+        self._metrics, self._frame = metrics, frame
+        self._writer = Writer(write, self._following)
 
     @property
     def closed(self) -> bool:
-        return self.outbox.closed
+        return self._outbox.closed
 
     def send(self, reply: target_pb2.TargetReply) -> None:
-        outbox = self.outbox
-        if outbox.closed:
+        if self.closed:
             self._metrics.dropped("reply_without_link")
             return
         try:
-            outbox.put(reply)
+            self._outbox.put(reply)
+            self._writer.wake()
         except OutboxFull:
             self._metrics.dropped("reply_link_slow")
-            self.outbox.close()
+            self.close()
+
+    def hurry(self) -> None:
+        """What was sent leaves before this returns, where the stream is free for it."""
+        self._writer.hurry()
+
+    def close(self) -> None:
+        """Ends the stream once what waits is written."""
+        self._outbox.close()
+        self._writer.close()
+
+    async def run(self) -> None:
+        """Writes until `close`."""
+        await self._writer.run()
+
+    def _following(self) -> target_pb2.TargetServiceLinkResponse | None:
+        replies = self._outbox.take()
+        return self._frame(replies) if replies else None
 
 
 class Hosted:
@@ -90,19 +114,24 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             chunk = hosted.tokenizer[start : start + CHUNK_BYTES]
             yield target_pb2.GetTokenizerResponse(hash=current, chunk=chunk)
 
-    async def Link(
+    async def Link(  # type: ignore[override]  # it writes, instead of yielding
         self, request_iterator: AsyncIterator[target_pb2.TargetServiceLinkRequest], context: Any
-    ) -> AsyncIterator[target_pb2.TargetServiceLinkResponse]:
+    ) -> None:
         hosted = self._ready()
-        link = LinkStream(self._metrics)
+
+        def frame(
+            replies: Sequence[target_pb2.TargetReply],
+        ) -> target_pb2.TargetServiceLinkResponse:
+            return target_pb2.TargetServiceLinkResponse(
+                incarnation=self._incarnation, replies=replies, load=hosted.load()
+            )
+
+        link = LinkStream(self._metrics, context.write, frame)
         reader = asyncio.ensure_future(_read(request_iterator, link, hosted.intake))
         try:
-            while replies := await link.outbox.take_all():
-                yield target_pb2.TargetServiceLinkResponse(
-                    incarnation=self._incarnation, replies=replies, load=hosted.load()
-                )
+            await link.run()
         finally:
-            link.outbox.close()
+            link.close()
             reader.cancel()
             with suppress(asyncio.CancelledError):
                 await reader
@@ -116,4 +145,4 @@ async def _read(
         async for frame in frames:
             intake.take(link, frame.items)
     finally:
-        link.outbox.close()
+        link.close()

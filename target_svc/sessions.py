@@ -31,6 +31,8 @@ class Link(Protocol):
 
     def send(self, reply: target_pb2.TargetReply) -> None: ...
 
+    def hurry(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class OpenSpec:

@@ -108,6 +108,12 @@ class TargetSettings(EngineSettings, ServiceSettings):
         "`default`, beside the default model; or empty. Not read on a CPU",
     )
     drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
+    busy_poll_us: int | None = Field(
+        None,
+        ge=0,
+        description="how long the event loop polls, instead of sleeping, for a draft service's "
+        "answer to the only session; 0: not at all; unset: 10000 with a GPU and 8 cores or more",
+    )
     reflection: bool = Field(True, description="answer gRPC reflection, for grpcurl and friends")
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus metrics; 0: off")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import torch
+import numpy as np
 
 from engine.api import Item, ItemResult, ModelInfo, WarmUp, nothing
 from engine.attention.report import AttentionReport, Candidate
@@ -52,6 +52,9 @@ class BareEngine:
     def stats(self) -> PoolStats:
         return self._pool.stats()
 
+    def admit_thread(self) -> bool:
+        return True  # a pause holds no more of the host than a GPU does
+
     def warm_up(self, wanted: WarmUp) -> int:
         return 0
 
@@ -93,6 +96,6 @@ def _drawn(item: Item) -> ItemResult:
     rows = None
     if item.taps:
         count = accepted + 1 if item.draws > 1 else len(ids)
-        found = torch.zeros(count, len(item.taps) * HIDDEN, dtype=torch.bfloat16)
+        found = np.zeros((count, len(item.taps) * HIDDEN), np.uint16)
         rows = lambda: found  # noqa: E731
     return ItemResult(tuple(tokens), accepted, rows, (), len(ids))

@@ -105,6 +105,9 @@ class FreeEngine(NativeEngine):
         self.stamps = Stamps()
         self._ended = time.perf_counter_ns()
 
+    def admit_thread(self) -> bool:
+        return True
+
     def step(self, items: Any, *launched: Any) -> Any:
         self.stamps.begin()
         self.gap_ns += time.perf_counter_ns() - self._ended

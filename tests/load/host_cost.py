@@ -52,7 +52,8 @@ class Service:
 
     def __init__(self, side: Side, role: str, address: str, *flags: str) -> None:
         tree = side.tree
-        paths = os.pathsep.join([str(tree / "proto"), str(tree)])
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
+        paths = os.pathsep.join([str(tree / "proto"), str(tree), *inherited])
         self.address = address
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.load.host_services", role, "--address", address, *flags],

@@ -104,9 +104,15 @@ async def test_questions_of_many_sessions_share_a_frame_and_a_forward(service: S
     for key in keys:
         await link.ask(open_item(key, [1, 2]))
     rows = [rows_of(key, 0, 0, [10, 20 * key.session_id]) for key in keys]
+    rows.append(rows_of(session_key(9), 0, 0, [1]))
     await stream.send(*(ask(key, 0, 2, [3], 1) for key in keys), rows=rows)
     found = [(await stream.reply()).proposal for _ in keys]
     assert {p.key.session_id: list(p.ids) for p in found} == {1: [20], 2: [40], 3: [60]}
+    # One credit for all that was taken; who is refused is told so.
+    refused, taken = stream.acks
+    assert taken.credit_bytes == 3 * 2 * 2 * WIDTH and not taken.HasField("key")
+    assert refused.key == session_key(9) and refused.credit_bytes == 2 * WIDTH
+    assert refused.error.reason == Reason.SESSION_UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 
 from specwire.v1 import common_pb2, draft_pb2
 from target_svc import push_stream
-from target_svc.asks import LOST, Answer
+from target_svc.asks import LOST, Answer, Question
+from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
 from target_svc.push_stream import PushStream
 from target_svc.sessions import Key
@@ -68,7 +69,7 @@ async def served(draft: RawDraft, folder: Path) -> AsyncIterator[PushStream]:
 
 async def answer_of(stream: PushStream, step_id: int) -> Answer:
     heard: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    stream.ask(KEY, draft_pb2.Advance(step_id=step_id, k=3), heard.set_result)
+    stream.ask(KEY, key_to_wire(KEY), Question(step_id, 1, [5], 3, 1000), heard.set_result)
     return await asyncio.wait_for(heard, 5)
 
 
@@ -149,7 +150,7 @@ async def test_an_answer_that_cannot_be_read_ends_one_stream_only(
     async def up(stream: PushStream) -> None:
         """Rows of four bytes, until one of them is acknowledged."""
         async with asyncio.timeout(5):
-            stream.put(draft_pb2.FeatureChunk(rows=b"rows"))
+            stream.put(push_stream.Chunk(key_to_wire(KEY), 0, 0, 1, b"rows"))
             while not stream._up:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
 

@@ -4,30 +4,33 @@ for the proposal that continues them, and for nothing else."""
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from engine.api import Item, ItemResult, nothing
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
-from target_svc.asks import Answer
+from target_svc.asks import Answer, Question
+from target_svc.decode import key_to_wire
 from target_svc.metrics import Metrics
 from target_svc.push_stream import PushStream
 from target_svc.sessions import Key
 from target_svc.settings import TargetSettings
+from tests.service.asks_harness import (
+    LONG_US,
+    PROMPT,
+    TEXT,
+    Reply,
+    asking,
+    right,
+    run,
+    text_from,
+)
 from tests.service.fleet_harness import until
 from tests.service.target_harness import (
-    AskedDraft,
-    AskScript,
-    Peer,
-    Target,
     answer,
-    draft_server,
     key,
     no_answer,
     open_target,
@@ -37,81 +40,12 @@ from tests.service.target_harness import (
 )
 from tests.service.toy_engine import EOS, VOCAB, ToyEngine, continuation
 
-PROMPT = [5, 6, 7]
-TEXT = continuation(PROMPT, 60)
-LONG_US = 10_000_000
-Reply = draft_pb2.DraftReply
 
-
-def text_from(length: int, count: int) -> list[int]:
-    """The tokens that follow so many of the text."""
-    return TEXT[length - len(PROMPT) :][:count]
-
-
-def right(ask: draft_pb2.Advance) -> list[Reply]:
-    return [answer(ask, text_from(ask.base_len + len(ask.tokens), ask.k), source="toy")]
-
-
-def run(step_id: int, base_len: int, rounds: int = 3, **changes: Any) -> target_pb2.Verify:
-    """A step over two right tokens, and `rounds` further ones with two of the draft's each."""
-    fields = {
-        "free_run": rounds,
-        "then_propose": 2,
-        "drafts_ahead": True,
-        "draft_wait_us": LONG_US,
-    }
-    draft = text_from(base_len, 2)
-    return verify(step_id, base_len, draft, **{**fields, **changes})
-
-
-@dataclass
-class World:
-    service: Target
-    peer: Peer
-    draft: AskedDraft
-    address: str
-    heard: list[target_pb2.Verdict] = field(default_factory=list)
-
-    async def up(self) -> None:
-        """The draft answers on its stream."""
-        streams = self.service.app._exporter._streams
-        await until(lambda: streams[self.address]._up)
-
-    async def held(self, step: target_pb2.Verify | None = None) -> draft_pb2.Advance:
-        """Begins a run whose first verdict waits for the draft."""
-        await self.peer.send(step or run(1, 4))
-        return await self.draft.asked(1)
-
-    async def verdicts(self, count: int) -> list[target_pb2.Verdict]:
-        self.heard += [await self.peer.verdict() for _ in range(count)]
-        return self.heard[-count:]
-
-    def tokens(self) -> list[int]:
-        """Everything that was said since the prompt's step."""
-        return [token for verdict in self.heard for token in verdict.tokens]
-
-
-@asynccontextmanager
-async def asking(
-    script: AskScript = lambda _: [],
-    engine: ToyEngine | None = None,
-    max_new: int = 60,
-    settings: dict[str, Any] | None = None,
-    **fields: Any,
-) -> AsyncIterator[World]:
-    """A session of a prompt of three, opened, whose rows go to a scripted draft."""
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"unix:{folder}/d.sock"
-        async with (
-            draft_server(address, AskedDraft(script)) as draft,
-            target(engine, **settings or {}) as service,
-        ):
-            assert isinstance(draft, AskedDraft)
-            made = World(service, service.peer(), draft, address)
-            await made.peer.send(open_target(PROMPT, max_new, push_to=push_to(address), **fields))
-            await made.peer.verdict()
-            await made.up()
-            yield made
+@pytest.fixture(params=["thread", "loop"], autouse=True)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where steps behind an answer may run, as on a CPU and as on a GPU."""
+    monkeypatch.setattr(ToyEngine, "admit_thread", lambda _: request.param == "loop")
+    return str(request.param)
 
 
 # -- a round ---------------------------------------------------------------------------------------
@@ -367,8 +301,8 @@ async def test_a_stream_that_stands_still_keeps_one_question_of_a_session() -> N
     names = [Key(1, i, 1) for i in range(3)]
     for step in range(5):
         for name in names:
-            stream.ask(name, draft_pb2.Advance(step_id=step, k=1), heard.append)
-    assert [a.step_id for a in stream._asks.values()] == [4, 4, 4]
+            stream.ask(name, key_to_wire(name), Question(step, 1, [5], 1, 1000), heard.append)
+    assert [question.step_id for _, question in stream._asks.values()] == [4, 4, 4]
     stream.attach()
     stream.detach(names[0])
     assert list(stream._asks) == names[1:] and not heard

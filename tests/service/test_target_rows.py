@@ -368,10 +368,15 @@ async def test_rows_of_many_sessions_share_a_frame() -> None:
     stream = push_stream.PushStream("unix:/nowhere", settings, 1, metrics)
     sizes = [100, 200, CHUNK_BYTES - 300, 200, 300, 100]
     for number, size in enumerate(sizes):
-        stream.put(draft_pb2.FeatureChunk(step_id=number, rows=bytes(size)))
-    assert [len(c.rows) for c in stream._frame()] == sizes[:3]
-    assert [len(c.rows) for c in stream._frame()] == [200]  # the next would exceed the credit
-    assert stream._frame() == []
+        stream.put(push_stream.Chunk(common_pb2.SessionKey(), number, 0, 1, bytes(size)))
+
+    def frame() -> list[tuple[int, int]]:
+        request = stream._following()
+        return [] if request is None else [(c.step_id, len(c.rows)) for c in request.chunks]
+
+    assert frame() == list(enumerate(sizes[:3]))
+    assert frame() == [(3, 200)]  # the next would exceed the credit
+    assert frame() == []
     stream._in_flight = 0
-    assert [c.step_id for c in stream._frame()] == [4, 5]
+    assert frame() == [(4, 300), (5, 100)]
     await stream.close()

@@ -17,6 +17,7 @@ import torch
 from engine.api import Item, ItemResult, ModelInfo, Sampling, TokenLogprobs, WarmUp, nothing
 from engine.attention.report import AttentionReport, Candidate
 from engine.kv.pool import PagePool, PageTable, PoolStats
+from engine.row_bits import RowBits, as_bits
 
 VOCAB, HIDDEN, LAYERS = 1000, 8, 4
 EOS = 999
@@ -69,6 +70,7 @@ class ToyEngine:
         rows_independent: bool = True,
         block: int = 8,
         chunk: int = 32,
+        any_thread: bool = False,
     ) -> None:
         self.pool = PagePool(pages, page_tokens)
         self.info = ModelInfo(
@@ -85,6 +87,7 @@ class ToyEngine:
         )
         self.rows_independent = rows_independent
         self.item_s, self.row_s = item_s, row_s
+        self.any_thread = any_thread
         self.step_s, self.block, self.chunk = step_s, block, chunk
         self.gate = threading.Event()
         self.gate.set()
@@ -108,6 +111,9 @@ class ToyEngine:
 
     def block_limit(self, start: int, exact: bool) -> int:
         return self.block if exact else 64
+
+    def admit_thread(self) -> bool:
+        return self.any_thread
 
     def chunk_limit(self, start: int, exact: bool) -> int:
         return self.chunk - start % self.chunk if exact else 4096
@@ -169,9 +175,10 @@ class ToyEngine:
         accepted = max(0, len(tokens) - 1)
         valid = len(kv) - len(drafts) + accepted
         item.table.length = valid
-        rows: Callable[[], torch.Tensor] | None = None
+        rows: Callable[[], RowBits] | None = None
         if item.taps:
-            made = torch.stack([row(kv[: p + 1], item.taps) for p in range(item.start, valid)])
+            found = [row(kv[: p + 1], item.taps) for p in range(item.start, valid)]
+            made = as_bits(torch.stack(found))
             rows = lambda: made  # noqa: E731
         margins = tuple(0.5 for _ in tokens) if item.margins else ()
         logprobs: tuple[TokenLogprobs, ...] = ()
