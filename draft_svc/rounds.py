@@ -48,14 +48,17 @@ class Rounds:
         session = self.sessions.find(request.key)
         if session is None:
             raise SpecwireError(Reason.SESSION_UNKNOWN, "no such session; open it")
+        self.go_on(session, request, reply)
+
+    def go_on(self, session: Session, request: draft_pb2.Advance, reply: Reply) -> None:
         session.renew(time.monotonic())
-        last = session.step
-        if last is not None and request.step_id < last.step_id:
-            self.metrics.event("stale_step")
-        elif last is not None and request.step_id == last.step_id:
+        last, step_id = session.step, request.step_id
+        if last is None or step_id > last.step_id:
+            self._begin(session, step_id, request, reply)
+        elif step_id == last.step_id:
             self._repeat(last, reply)
         else:
-            self._begin(session, request, reply)
+            self.metrics.event("stale_step")
 
     def _repeat(self, step: Step, reply: Reply) -> None:
         self.metrics.event("repeated_step")
@@ -63,33 +66,37 @@ class Rounds:
         if step.answer is not None:
             reply(step.answer)
 
-    def _begin(self, session: Session, request: draft_pb2.Advance, reply: Reply) -> None:
+    def _begin(
+        self, session: Session, step_id: int, request: draft_pb2.Advance, reply: Reply
+    ) -> None:
+        # A field of a message is read once: each time costs as much as a call.
         tokens = checked_ids(list(request.tokens), "tokens", session.info)
-        if request.base_len > session.length:
-            text = f"{session.length} tokens are known here, the item builds on {request.base_len}"
+        base_len, k, deadline_ms = request.base_len, request.k, request.deadline_ms
+        if base_len > session.length:
+            text = f"{session.length} tokens are known here, the item builds on {base_len}"
             have = {"have_len": str(session.length)}
             raise SpecwireError(Reason.NEED_TOKENS, text, have)
-        if request.base_len == 0:
+        if base_len == 0:
             raise SpecwireError.field("base_len", 0, f"1 to {session.length}")
         if session.step is not None and session.step.open:
             self._finish(session, session.step, Draft(reason=REASON_SUPERSEDED))
-        length = request.base_len + len(tokens)
+        length, limit = base_len + len(tokens), session.k_limit
         step = Step(
-            step_id=request.step_id,
-            base_len=request.base_len,
+            step_id=step_id,
+            base_len=base_len,
             length=length,
-            k=min(request.k, session.k_limit),
-            k_cut=request.k > session.k_limit,
+            k=min(k, limit),
+            k_cut=k > limit,
             reply=reply,
             arrived_ns=time.monotonic_ns(),
-            deadline=_deadline(request.deadline_ms),
+            deadline=_deadline(deadline_ms),
         )
         session.step, session.length = step, length
         rows: list[RowBlock] = []
         if session.coverage is not None:
-            rows = session.coverage.confirm(step.step_id, step.base_len, length)
-        self.worker.put(UpdateJob(session.handle, step.base_len, tokens, rows))
-        self._wait_or_propose(session, step, request.rows_count, request.deadline_ms)
+            rows = session.coverage.confirm(step_id, base_len, length)
+        self.worker.put(UpdateJob(session.handle, base_len, tokens, rows))
+        self._wait_or_propose(session, step, request.rows_count, deadline_ms)
 
     def _wait_or_propose(
         self, session: Session, step: Step, rows_count: int, deadline_ms: int

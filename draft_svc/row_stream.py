@@ -56,19 +56,21 @@ class RowStream:
     def _answer(self, frame: PushFeaturesRequest) -> None:
         """Rows before the questions that came with them, which need them."""
         protocol, target, asks = self._protocol, frame.target_incarnation, frame.asks
-        for chunk in frame.chunks:
-            self._acks.keep(chunk, protocol.rounds.take_rows(target, chunk))
+        taken = [(chunk, protocol.rounds.take_rows(target, chunk)) for chunk in frame.chunks]
         for ask in asks:
             protocol.asked(target, ask, self._reply)
-        # No other answer comes from what is done here: that of a single question leaves first.
+        # No other answer comes from what is done here: that of a single question leaves at once.
         self._alone = len(asks) == 1
         protocol.worker.hand_over()
         self._alone = False
+        for chunk, refusal in taken:  # what nobody waits for
+            self._acks.keep(chunk, refusal)
 
     def _reply(self, message: DraftReply) -> None:
-        self._put(PushFeaturesResponse(acks=self._acks.take(), replies=[message]))
-        if self._alone:
-            self._writer.hurry()
+        answer = PushFeaturesResponse(acks=self._acks.take(), replies=[message])
+        first = self._alone and not len(self._outbox)
+        if not (first and self._writer.begin(answer)):
+            self._put(answer)
 
     def _put(self, answer: PushFeaturesResponse) -> None:
         try:

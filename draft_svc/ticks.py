@@ -91,10 +91,9 @@ class Ticks:
     def _propose(self, name: str, jobs: list[ProposeJob]) -> list[Result]:
         method = self._methods[name]
         began, once_before = time.monotonic_ns(), method.once_ns
-        now = time.monotonic()
+        now = began / 1e9
         # For those whose time is over nobody waits; computing them would make others late.
-        over = {id(job): Draft(reason=REASON_DEADLINE) for job in jobs if job.deadline < now}
-        live = [job for job in jobs if job.handle.context is not None and id(job) not in over]
+        live = [job for job in jobs if job.handle.context is not None and job.deadline >= now]
         drafts: Sequence[Draft] = ()
         error: SpecwireError | None = None
         try:
@@ -104,16 +103,22 @@ class Ticks:
             error = internal_error(log, f"{name} failed to propose", bug)
         once = method.once_ns - once_before
         spent = time.monotonic_ns() - began - once
-        lost = SpecwireError(Reason.SESSION_UNKNOWN, "the session has no context any more")
-        by_job = over | dict(zip((id(job) for job in live), drafts, strict=False))
+        found = dict(zip(map(id, live), drafts, strict=False))
         results: list[Result] = []
         for job in jobs:
-            draft = by_job.get(id(job))
-            failed = None if draft is not None else (error or lost)
-            results.append(partial(job.done, Computed(draft or Draft(), failed, spent, once)))
+            draft, failed = found.get(id(job)), None
+            if draft is None and job.deadline < now:
+                draft = Draft(reason=REASON_DEADLINE)
+            elif draft is None:
+                draft, failed = Draft(), error or _lost()
+            results.append(partial(job.done, Computed(draft, failed, spent, once)))
         return results
 
     def _close(self, handle: Handle) -> None:
         context, handle.context = handle.context, None
         if context is not None:
             self._methods[handle.method].close(context)
+
+
+def _lost() -> SpecwireError:
+    return SpecwireError(Reason.SESSION_UNKNOWN, "the session has no context any more")

@@ -32,9 +32,10 @@ from specwire.poll import BusyPoll
 
 # Proposals that took longer are the last ones on the loop, until the thread has had shorter ones:
 # meanwhile nobody reads what comes, heartbeats and closes among it.
-_BRIEF_S = 0.003
-# When the thread looks after what a tick on the loop leaves to it; the answer has left by then.
-_TIDY_S = 0.001
+_BRIEF_S = 0.01
+# How soon the thread looks after what ticks on the loop leave to it. Not behind each of them: the
+# next question would find it at that.
+_TIDY_S = 0.05
 
 
 class Worker:

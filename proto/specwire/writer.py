@@ -67,8 +67,16 @@ class Writer(Generic[T]):
         """Something waits, and nothing more will soon: it is written before this returns, unless a
         message is being written."""
         if self._idle and self._begun is None and (message := self._following()) is not None:
-            self._begun = Begun(self._write(message))
+            self.begin(message)
         self._changed.set()
+
+    def begin(self, message: T) -> bool:
+        """Writes a message in front of all that waits. False: another is being written."""
+        if not self._idle or self._begun is not None:
+            return False
+        self._begun = Begun(self._write(message))
+        self._changed.set()
+        return True
 
     def close(self) -> None:
         """Ends `run` once all is written."""
