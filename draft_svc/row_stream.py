@@ -56,15 +56,15 @@ class RowStream:
     def _answer(self, frame: PushFeaturesRequest) -> None:
         """Rows before the questions that came with them, which need them."""
         protocol, target, asks = self._protocol, frame.target_incarnation, frame.asks
-        taken = [(chunk, protocol.rounds.take_rows(target, chunk)) for chunk in frame.chunks]
+        for chunk in frame.chunks:
+            self._acks.add(chunk, protocol.rounds.take_rows(target, chunk))
         for ask in asks:
             protocol.asked(target, ask, self._reply)
         # No other answer comes from what is done here: that of a single question leaves at once.
         self._alone = len(asks) == 1
         protocol.worker.hand_over()
         self._alone = False
-        for chunk, refusal in taken:  # what nobody waits for
-            self._acks.keep(chunk, refusal)
+        self._acks.keep()
 
     def _reply(self, message: DraftReply) -> None:
         answer = PushFeaturesResponse(acks=self._acks.take(), replies=[message])

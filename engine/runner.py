@@ -218,7 +218,7 @@ class NativeEngine:
         first, wanted = placed.first_row, placed.item.taps
 
         def rows() -> RowBits:
-            found = tap_rows.bits()[first : first + valid]
+            found = tap_rows.bits(first, first + valid)
             if wanted == taps:
                 return found
             return np.concatenate([found[:, self._columns(tap, taps)] for tap in wanted], axis=1)

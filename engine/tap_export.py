@@ -27,10 +27,13 @@ class LateRows:
             self.arrived.synchronize()
         return self.rows
 
-    def bits(self) -> RowBits:
-        """The rows as bf16 in the host's memory; waits for them. Any thread may call it."""
+    def bits(self, first: int, end: int) -> RowBits:
+        """Rows [first, end) as bf16 in the host's memory; waits for them. Any thread may call
+        it."""
         rows = self.get()
-        return as_bits(rows.to("cpu", torch.bfloat16)) if self._bits is None else self._bits
+        if self._bits is not None:
+            return self._bits[first:end]
+        return as_bits(rows[first:end].to("cpu", torch.bfloat16))
 
 
 class TapExport:

@@ -105,11 +105,15 @@ class Running:
 
     def step_here(self, batch: Batch) -> None:
         """`step` on the event loop. What is to be said leaves while the device works."""
+        began = time.monotonic()
         try:
             ran = self._run(batch, self._answers.flush)
         except Exception as error:
             self._failed(batch, error)
             return
+        blocked_s = time.monotonic() - began
+        for session, _ in batch:  # who renews leases was not heard meanwhile
+            session.lease_until += blocked_s
         self._ended(batch, ran)
         self._poll.begin()  # the question is on its way
 

@@ -53,6 +53,8 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._reported = 0.0
         self._unreported = self._sleeps = False
+        # Of a step that did not run in the step loop, which ends with it.
+        self._bug: Exception | None = None
         # When leases and deadlines are looked at next.
         self._look_at = 0.0
         self._answers = Answers(metrics)
@@ -146,6 +148,8 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
+            if self._bug is not None:
+                raise self._bug
             if not (batch := self._batch(loop.time())):
                 self.flush()
                 self._report_at_times()
@@ -157,10 +161,15 @@ class Scheduler:
         """Behind the answers of a draft service. Where one session alone waited for them its next
         step is over when this returns, and its next question on the way."""
         ready = self._progress.ready.values()
-        if ready and self._sleeps and self._running.may_step_here(ready):
+        if not (ready and self._sleeps and self._running.may_step_here(ready)):
+            return
+        try:
             batch = self._batch(asyncio.get_running_loop().time())
             if batch:
                 self._running.step_here(batch)
+        except Exception as bug:  # it ends the step loop, not the stream that the answers came on
+            self._bug = bug
+            self._wake.set()
 
     def _batch(self, now: float) -> list[tuple[Session, Item]]:
         """What runs next, its pages at hand."""
@@ -179,10 +188,12 @@ class Scheduler:
         ends += [self._reported + _REPORT_S] if self._unreported else []
         timer = loop.call_at(min(ends), self._look) if ends else None
         self._sleeps = True
-        await self._wake.wait()
-        self._sleeps = False
-        if timer is not None:
-            timer.cancel()
+        try:
+            await self._wake.wait()
+        finally:
+            self._sleeps = False
+            if timer is not None:
+                timer.cancel()
 
     def _look(self) -> None:
         self._look_at = 0.0

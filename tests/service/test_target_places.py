@@ -3,13 +3,17 @@ engine lets it; else on the engine's thread."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from engine.api import Item, ItemResult, nothing
 from specwire.v1 import target_pb2
+from target_svc import progress
 from tests.service.asks_harness import TEXT, asking, right, run
 from tests.service.target_harness import answer, key, open_target, verify
 from tests.service.toy_engine import ToyEngine
@@ -106,3 +110,60 @@ async def test_an_answer_too_late_for_its_run_begins_no_step() -> None:
         made.draft.say(answer(first, TEXT[4:6]))
         assert await made.peer.heartbeat(key()) == []
         assert not any(engine.here)
+
+
+class Captures(Placed):
+    """Its fourth step takes long, for what need not be done again."""
+
+    def step(
+        self, items: Sequence[Item], launched: Callable[[], None] = nothing
+    ) -> list[ItemResult]:
+        if len(self.here) == 3:
+            time.sleep(0.5)
+            self.spent_once_ns += 500_000_000
+        return super().step(items, launched)
+
+
+async def test_no_lease_ends_while_the_loop_hears_nobody() -> None:
+    """Heartbeats that came meanwhile are read behind the step."""
+    engine = Captures()
+    async with asking(right, engine, lease_ms=400) as made:
+        await made.peer.send(run(1, 4, rounds=6))
+        await made.verdicts(7)
+        assert made.tokens() == TEXT[1:22] and engine.here[2:] == [True] * 6
+        assert made.service.count("dropped", cause="lease_expired") == 0
+
+
+async def test_a_bug_behind_a_step_ends_the_service_wherever_it_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not the stream that the answer came on, with a session that nobody steps any more."""
+    counted, whole = [0], progress.question
+
+    def broken(*given: Any) -> Any:
+        counted[0] += 1
+        if counted[0] == 3:
+            raise RuntimeError("a bug")
+        return whole(*given)
+
+    monkeypatch.setattr(progress, "question", broken)
+    engine = Placed()
+    with pytest.raises(RuntimeError, match="a bug"):
+        async with asking(right, engine) as made:
+            await made.peer.send(run(1, 4, rounds=4))
+            await asyncio.wait_for(made.service.app.wait(asyncio.Event()), 5)
+    assert engine.here[-1]
+
+
+async def test_nothing_runs_once_the_step_loop_has_ended() -> None:
+    engine = Placed()
+    async with asking(engine=engine) as made:
+        first = await made.held(run(1, 4, rounds=8))
+        loop_task = made.service.app._loop_task
+        assert loop_task is not None
+        loop_task.cancel()
+        await asyncio.wait([loop_task])
+        steps = len(engine.here)
+        made.draft.say(*right(first))
+        await asyncio.sleep(0.1)
+        assert len(engine.here) == steps
