@@ -33,7 +33,7 @@ class Acks:
 
     def __init__(self, put: Callable[[draft_pb2.PushFeaturesResponse], None]) -> None:
         self._put = put
-        self._credit_bytes = self._refused_bytes = 0
+        self._credit_bytes = 0
         self._refused: list[draft_pb2.FeatureAck] = []
         # When the first of them was kept.
         self._since = 0.0
@@ -46,14 +46,14 @@ class Acks:
             self._since = time.monotonic()
         if refusal is not None:
             self._refused.append(ack_of(chunk, refusal))
-            self._refused_bytes += len(chunk.rows)
         else:
             self._credit_bytes += len(chunk.rows)
 
     def keep(self) -> None:
         """What no answer took is said with the next one, or by itself where that is long in
         coming."""
-        if self._credit_bytes + self._refused_bytes > _MOST_BYTES:
+        refused_bytes = sum(ack.credit_bytes for ack in self._refused)
+        if self._credit_bytes + refused_bytes > _MOST_BYTES:
             self._flush()
         elif self._waits and self._timer is None:
             self._look_in(_WITHIN_S)
@@ -67,7 +67,7 @@ class Acks:
         kept, self._refused = self._refused, []
         if self._credit_bytes:
             kept.append(draft_pb2.FeatureAck(credit_bytes=self._credit_bytes))
-        self._credit_bytes = self._refused_bytes = 0
+            self._credit_bytes = 0
         return kept
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from draft_svc.service import SERVICE_NAME, DraftServicer
 from draft_svc.ticks import Methods
 from draft_svc.worker import Worker
 from engine.api import never
-from specwire.poll import BusyPoll, longest_s
+from specwire.poll import BusyPoll
 from specwire.rpc import new_incarnation
 from specwire.serve import GrpcHost
 from specwire.v1 import draft_pb2_grpc
@@ -48,8 +48,7 @@ class DraftHost:
         """Never says that it serves where the start is `stopped` while methods load."""
         self.incarnation = new_incarnation()
         self.metrics = Metrics()
-        poll = BusyPoll(longest_s(busy_poll_us))
-        self.worker, self._stopped = Worker(load, stopped, poll), stopped
+        self.worker, self._stopped = Worker(load, stopped, BusyPoll(busy_poll_us)), stopped
         self.protocol = Protocol(self.worker, default_method, limits, self.metrics)
         self._address, self._push_address = address, push_address
         self._reflection, self._drain_s = reflection, drain_s

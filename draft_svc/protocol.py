@@ -23,8 +23,6 @@ from specwire.errors import Reason, SpecwireError
 from specwire.rpc import HEARTBEAT_SESSIONS, check_heartbeat, decode_ids
 from specwire.v1 import draft_pb2, target_pb2
 
-_OTHER_TARGET = "the session was opened for another target"
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -77,11 +75,7 @@ class Protocol:
         """An Advance of the target itself, about a session that was opened for it. Never raises
         for what a peer sent."""
         try:
-            session = self.sessions.find(advance.key)
-            if session is None or session.target_incarnation != target_incarnation:
-                text = "no such session; open it" if session is None else _OTHER_TARGET
-                raise SpecwireError(Reason.SESSION_UNKNOWN, text)
-            self.rounds.go_on(session, advance, reply)
+            self.rounds.advance(advance, reply, target_incarnation)
         except SpecwireError as error:
             self.metrics.event(error.reason.value.lower())
             reply(replies.refusal(advance.key, advance.step_id, error))

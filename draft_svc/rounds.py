@@ -44,13 +44,16 @@ class Rounds:
     rows_wait_ms: int
     metrics: Metrics
 
-    def advance(self, request: draft_pb2.Advance, reply: Reply) -> None:
+    def advance(
+        self, request: draft_pb2.Advance, reply: Reply, asked_by: int | None = None
+    ) -> None:
+        """`asked_by`: the incarnation of the target that asks itself. Raises SpecwireError."""
         session = self.sessions.find(request.key)
         if session is None:
             raise SpecwireError(Reason.SESSION_UNKNOWN, "no such session; open it")
-        self.go_on(session, request, reply)
-
-    def go_on(self, session: Session, request: draft_pb2.Advance, reply: Reply) -> None:
+        if asked_by is not None and asked_by != session.target_incarnation:
+            text = "the session was opened for another target"
+            raise SpecwireError(Reason.SESSION_UNKNOWN, text)
         session.renew(time.monotonic())
         last, step_id = session.step, request.step_id
         if last is None or step_id > last.step_id:

@@ -103,6 +103,7 @@ class Worker:
             jobs, self._next = self._next, []
             alone = self._asks_alone(jobs)
             if not (self._in_place and self._brief and alone and self._here(jobs)):
+                self._poll.end()
                 self._give(jobs)
 
     def _asks_alone(self, jobs: list[Job]) -> bool:

@@ -65,8 +65,6 @@ class PushStream:
         self._hopeful = True
         self._queued = 0
         self._in_flight = 0
-        # Bytes of rows in the message that is being written.
-        self._leaving = 0
         self._writer: Writer[draft_pb2.PushFeaturesRequest] | None = None
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -152,9 +150,8 @@ class PushStream:
         self._in_flight = 0
 
         async def write(request: draft_pb2.PushFeaturesRequest) -> None:
-            size = self._leaving
             await call.write(request)
-            self._metrics.rows("sent", size)
+            self._metrics.rows("sent", sum(len(chunk.rows) for chunk in request.chunks))
 
         self._writer = writer = Writer(write, self._following)
         tasks = [
@@ -184,19 +181,18 @@ class PushStream:
         """What goes next, of all sessions in one message."""
         # Filled in place: a message that is put into another is copied, and rows are large.
         request = draft_pb2.PushFeaturesRequest()
-        size = self._add_chunks(request)
+        self._add_chunks(request)
         for key, question in self._asks.values():
             _add_ask(request, key, question)
-        if not size and not self._asks:
-            return None
         self._asks.clear()
+        if not request.chunks and not request.asks:
+            return None
         request.target_incarnation = self._incarnation
-        self._leaving = size
         return request
 
-    def _add_chunks(self, request: draft_pb2.PushFeaturesRequest) -> int:
-        """As many rows as the draft's credit and a frame have room for. They count as in flight.
-        Returns their bytes."""
+    def _add_chunks(self, request: draft_pb2.PushFeaturesRequest) -> None:
+        """As many rows as the draft's credit and a frame have room for. They count as in
+        flight."""
         size = 0
         while self._queue:
             more = len(self._queue[0].rows)
@@ -208,7 +204,6 @@ class PushStream:
             size += more
             self._queued -= more
             self._in_flight += more
-        return size
 
     def _has_credit(self, size: int) -> bool:
         return self._in_flight == 0 or self._in_flight + size <= self._window

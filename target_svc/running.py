@@ -79,6 +79,7 @@ class Running:
     async def step(self, batch: Batch, meanwhile: Callable[[], None]) -> None:
         """Runs a step and commits what came of it; calls `meanwhile` while the engine works."""
         loop = asyncio.get_running_loop()
+        self._poll.end()
         launched: asyncio.Future[None] = loop.create_future()
         tell = _teller(loop, launched) if len(self._answers) else nothing
         work = self._thread.call(self._run, batch, tell)

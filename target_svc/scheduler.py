@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from engine.api import Drafter, Engine, Item
 from specwire.errors import Reason, SpecwireError
-from specwire.poll import BusyPoll, longest_s
+from specwire.poll import BusyPoll
 from specwire.v1 import target_pb2
 from target_svc.answers import Answers
 from target_svc.batch import BatchBuilder
@@ -79,7 +79,7 @@ class Scheduler:
             metrics,
             draft_all=settings.draft_context == "all",
         )
-        poll = BusyPoll(longest_s(settings.busy_poll_us))
+        poll = BusyPoll(settings.busy_poll_us)
         self._running = Running(
             engine, thread, drafter, self._progress, self._answers, metrics, on_engine_down, poll
         )

@@ -8,7 +8,7 @@ import time
 
 # With fewer cores somebody else would wait for the one that is kept busy.
 _CORES = 8
-_UNLESS_TOLD_S = 0.01
+_UNLESS_TOLD_US = 10_000
 
 
 class BusyPoll:
@@ -17,9 +17,12 @@ class BusyPoll:
     while.
     """
 
-    def __init__(self, longest_s: float) -> None:
-        """`longest_s`: behind each `begin`; 0: never."""
-        self._longest_s = longest_s
+    def __init__(self, longest_us: int | None) -> None:
+        """`longest_us`, of a setting: behind each `begin`; 0: never. None: as long as a round of a
+        large model takes, where there are cores to spare."""
+        spare = len(os.sched_getaffinity(0)) >= _CORES
+        unset_us = _UNLESS_TOLD_US if spare else 0
+        self._longest_s = (unset_us if longest_us is None else longest_us) / 1e6
         self._until = 0.0
         self._polls = False
 
@@ -33,7 +36,7 @@ class BusyPoll:
             asyncio.get_running_loop().call_soon(self._poll)
 
     def end(self) -> None:
-        """Nothing is due any more."""
+        """Nothing is due, or another thread is to have the interpreter."""
         self._until = 0.0
 
     def _poll(self) -> None:
@@ -41,11 +44,3 @@ class BusyPoll:
         self._polls = time.monotonic() < self._until
         if self._polls:
             asyncio.get_running_loop().call_soon(self._poll)
-
-
-def longest_s(set_us: int | None) -> float:
-    """What a setting in microseconds says. Unset: as long as a round of a large model takes, where
-    there are cores to spare."""
-    if set_us is not None:
-        return set_us / 1e6
-    return _UNLESS_TOLD_S if len(os.sched_getaffinity(0)) >= _CORES else 0.0

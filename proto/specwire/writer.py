@@ -59,6 +59,10 @@ class Writer(Generic[T]):
         self._idle = self._closed = False
         self._changed = asyncio.Event()
 
+    @property
+    def _free(self) -> bool:
+        return self._idle and self._begun is None
+
     def wake(self) -> None:
         """Something waits."""
         self._changed.set()
@@ -66,13 +70,13 @@ class Writer(Generic[T]):
     def hurry(self) -> None:
         """Something waits, and nothing more will soon: it is written before this returns, unless a
         message is being written."""
-        if self._idle and self._begun is None and (message := self._following()) is not None:
+        if self._free and (message := self._following()) is not None:
             self.begin(message)
         self._changed.set()
 
     def begin(self, message: T) -> bool:
         """Writes a message in front of all that waits. False: another is being written."""
-        if not self._idle or self._begun is not None:
+        if not self._free:
             return False
         self._begun = Begun(self._write(message))
         self._changed.set()

@@ -115,6 +115,22 @@ async def test_one_session_s_round_of_a_gpu_is_the_loop_s() -> None:
         await rounds.worker.stop()
 
 
+async def test_the_loop_polls_behind_its_own_rounds_alone() -> None:
+    """Else it would take the interpreter from the thread."""
+    rounds, said = Rounds("cuda:0 test"), list[str]()
+    poll = SimpleNamespace(begin=lambda: said.append("begin"), end=lambda: said.append("end"))
+    rounds.worker._poll = cast(Any, poll)
+    await rounds.worker.start()
+    try:
+        await rounds.ask("a")
+        await asyncio.sleep(0.02)
+        await rounds.ask("a")
+        await rounds.ask("b", "c")
+    finally:
+        await rounds.worker.stop()
+    assert rounds.threads == [False, True, False] and said == ["end", "begin", "end"]
+
+
 async def test_on_a_cpu_the_loop_computes_nothing() -> None:
     rounds = Rounds("cpu")
     await rounds.worker.start()
