@@ -49,7 +49,7 @@ async def test_answers_that_are_cut_say_that_it_shuts_down(n: int) -> None:
                     await client.generate(token_ids=PROMPT, max_tokens=4, timeout_s=0.9)
 
                 refused = asyncio.create_task(late())
-            assert 0.3 <= time.monotonic() - began < 1
+            assert 0.3 <= time.monotonic() - began < 2
             cut, whole, new = await asyncio.gather(*ends, refused, return_exceptions=True)
         assert isinstance(whole, list) and isinstance(whole[-1], Finished)
         for error in (cut, new):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -29,13 +28,13 @@ async def turns_within(seconds: float) -> int:
 
 
 async def test_the_loop_comes_round_until_the_time_is_over() -> None:
-    busy = BusyPoll(30_000)
+    busy = BusyPoll(200_000)
     busy.begin()
     busy.begin()
-    assert await turns_within(0.05) > 100
+    assert await turns_within(0.3) > 100
     assert await turns_within(0.05) < 10
     busy.begin()
-    assert await turns_within(0.02) > 100  # again
+    assert await turns_within(0.1) > 100  # again
 
 
 async def test_an_end_and_no_beginning() -> None:
@@ -48,13 +47,11 @@ async def test_an_end_and_no_beginning() -> None:
 
 
 async def test_messages_are_read_meanwhile() -> None:
-    busy = BusyPoll(200_000)
+    busy = BusyPoll(5_000_000)
     busy.begin()
     loop, heard = asyncio.get_running_loop(), asyncio.Event()
-    before = time.monotonic()
     loop.run_in_executor(None, lambda: loop.call_soon_threadsafe(heard.set))
-    await asyncio.wait_for(heard.wait(), 0.15)
-    assert time.monotonic() - before < 0.15
+    await asyncio.wait_for(heard.wait(), 4)
 
 
 def test_unset_it_depends_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
