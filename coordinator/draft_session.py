@@ -10,6 +10,7 @@ from coordinator.mailbox import Mailbox
 from coordinator.offers import Choice
 from coordinator.placement import Group
 from coordinator.record import Record, remaining_ms
+from coordinator.row_format import row_format
 from coordinator.target_worker import TargetWorker
 from specwire.errors import SpecwireError
 from specwire.rpc import encode_ids
@@ -30,6 +31,8 @@ class DraftSession:
         self.target = target
         self.key = common_pb2.SessionKey()
         self.mail: Mailbox | None = None
+        # Of the rows that the drafter was told to expect.
+        self.rows = common_pb2.RowFormat()
         # Committed ids that the drafter was told of.
         self.told = 0
         self.have_rows = 0
@@ -42,6 +45,7 @@ class DraftSession:
         worker, model = self.choice.worker, self.target.info
         self.mail = worker.link.open_mailbox(self.key)
         self._opening, self.told = True, len(ids)
+        self.rows = row_format(model, self.choice.drafter)
         item = draft_pb2.OpenDraft(
             key=self.key,
             method=self.choice.drafter.method,
@@ -52,6 +56,7 @@ class DraftSession:
             target_incarnation=self.target.link.incarnation,
             target_fingerprint=model.model.fingerprint if model is not None else "",
             deadline_ms=remaining_ms(self._deadline),
+            row_encoding=self.rows.encoding,
         )
         if not worker.link.send(draft_pb2.DraftItem(open=item)):
             self.lose("draft_down")

@@ -279,7 +279,8 @@ def colocatable() -> list[str]:
 
 
 def parse_extra(values: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """`target.kv-memory-mb=256` as the flag `--kv-memory-mb 256` of the target."""
+    """`target.kv-memory-mb=256` as the flag `--kv-memory-mb 256` of the target,
+    `target.reflection=false` as its `--no-reflection`."""
     rooms = {"target": "target_svc", "draft": "draft_svc", "coordinator": "coordinator"}
     found = []
     for value in values:
@@ -287,5 +288,7 @@ def parse_extra(values: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...
         room, dot, flag = name.partition(".")
         if not (equals and dot and flag and room in rooms):
             raise SpecwireError.field("--set", value, "target|draft|coordinator.FLAG=VALUE")
-        found.append((rooms[room], (f"--{flag}", given)))
+        switches = {"true": f"--{flag}", "false": f"--no-{flag}"}
+        flags = (switches[given],) if given in switches else (f"--{flag}", given)
+        found.append((rooms[room], flags))
     return tuple(found)

@@ -108,7 +108,7 @@ class Opening(Following):
         return target_pb2.PushTo(
             address=choice.worker.push_address,
             draft_incarnation=choice.worker.link.incarnation,
-            format=choice.drafter.row_format,
+            format=self.rows,
         )
 
     def beside(self, then_propose: int) -> target_pb2.ColocatedDraft | None:

@@ -13,6 +13,7 @@ import grpc
 
 from coordinator.costs import Cost, from_wire
 from coordinator.footprint import Footprint
+from coordinator.row_format import row_format
 from coordinator.topology import StepTimes, Work, tau
 from specwire.errors import Reason, SpecwireError, from_rpc_error
 from specwire.rpc import ADDRESSES, channel_options, is_address
@@ -30,12 +31,19 @@ class Workers:
 
     verify: list[Cost] = field(default_factory=list)
     draft: list[Cost] = field(default_factory=list)
-    row_bytes: int = 0
+    target: target_pb2.TargetServiceGetInfoResponse | None = None
+    drafter: draft_pb2.DrafterInfo | None = None
     most_k: int = _MOST_K
     rtt_ms: float | None = None
     target_kv_bytes: int = 0
     draft_kv_bytes: int = 0
     names: list[str] = field(default_factory=list)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row as these two would send it; 0: the draft reads none, or was not asked."""
+        rows = row_format(self.target, self.drafter) if self.drafter is not None else None
+        return rows.width * (4 if rows.dtype == _FLOAT32 else 2) if rows is not None else 0
 
 
 def ask(addresses: Sequence[str], method: str) -> Workers:
@@ -73,7 +81,7 @@ def _ask_target(found: Workers, channel: grpc.Channel, address: str) -> bool:
     info = _get_info(stub.GetInfo, target_pb2.TargetServiceGetInfoRequest(), address)
     if info is None:
         return False
-    found.verify = from_wire(info.costs, anchor=1)
+    found.target, found.verify = info, from_wire(info.costs, anchor=1)
     found.most_k = min(found.most_k, info.max_draft_tokens)
     found.target_kv_bytes = info.attention.kv_bytes_per_token
     found.names.append(f"target {info.model.name} on {info.worker.device}")
@@ -94,8 +102,7 @@ def _ask_draft(found: Workers, channel: grpc.Channel, address: str, method: str)
     found.draft = from_wire(drafter.costs, anchor=0)
     found.most_k = min(found.most_k, drafter.max_draft_tokens)
     found.draft_kv_bytes = drafter.attention.kv_bytes_per_token
-    rows = drafter.row_format
-    found.row_bytes = rows.width * (4 if rows.dtype == _FLOAT32 else 2)
+    found.drafter = drafter
     found.names.append(f"draft {drafter.method} on {info.worker.device}")
     times = []
     for _ in range(_PINGS):
@@ -213,7 +220,7 @@ def work(
 
 
 def row_bytes(workers: Workers, target: Footprint | None, draft: Footprint | None) -> int:
-    """Of one row: what the checkpoints say, or the workers; 0: the draft reads none."""
-    if target is not None and draft is not None:
-        return draft.row_bytes(target)
-    return workers.row_bytes
+    """Of one row: what the workers say, or the checkpoints; 0: the draft reads none."""
+    if workers.row_bytes or target is None or draft is None:
+        return workers.row_bytes
+    return draft.row_bytes(target)

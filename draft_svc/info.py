@@ -45,6 +45,7 @@ def _drafter(info: MethodInfo, is_default: bool) -> draft_pb2.DrafterInfo:
         layer_attention=info.layer_attention,
         is_default=is_default,
         costs=[_cost(cost) for cost in info.costs],
+        projected_width=info.rows.projected_width if info.rows is not None else 0,
     )
 
 

@@ -15,7 +15,7 @@ from draft_svc.coverage import Coverage
 from draft_svc.jobs import CloseJob, Handle, OpenJob
 from draft_svc.methods.base import MethodInfo
 from draft_svc.metrics import Metrics
-from draft_svc.requests import checked_ids, sampling_of
+from draft_svc.requests import checked_ids, sampling_of, takes_projected
 from draft_svc.rounds import Rounds
 from draft_svc.sessions import Reply, Session, SessionTable
 from draft_svc.worker import Worker
@@ -110,6 +110,7 @@ class Protocol:
         if not ids:
             raise SpecwireError.field("ids", "empty", "at least one token")
         sampling = sampling_of(request.sampling, info)
+        projected = takes_projected(request, info)
         if self.draining:
             raise SpecwireError(Reason.DRAINING, "this draft service is shutting down")
         if not replaces and len(self.sessions) >= self.limits.max_sessions:
@@ -130,6 +131,7 @@ class Protocol:
             target_incarnation=request.target_incarnation,
             coverage=Coverage(len(ids), buffer_bytes) if info.rows is not None else None,
             open_reply=reply,
+            projected=projected,
         )
         session.renew(now)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draft_svc.methods.base import MethodInfo, RowBlock
+from draft_svc.methods.base import MethodInfo, RowBlock, RowNeeds
 from engine.api import Sampling
 from specwire.errors import Reason, SpecwireError
 from specwire.sampling import complete
@@ -48,15 +48,27 @@ def sampling_of(message: common_pb2.Sampling, info: MethodInfo) -> Sampling:
     )
 
 
-def row_block(chunk: draft_pb2.FeatureChunk, info: MethodInfo) -> RowBlock:
-    """The rows of a chunk as the method reads them; `info.rows` is set."""
-    assert info.rows is not None
+def takes_projected(request: draft_pb2.OpenDraft, info: MethodInfo) -> bool:
+    """Whether the session's rows have the draft's `fc` and norm applied. Raises SpecwireError for
+    an encoding that the method does not read."""
+    encodings, asked = [common_pb2.ROW_ENCODING_TAPS], request.row_encoding
+    if info.rows is not None and info.rows.projected_width:
+        encodings.append(common_pb2.ROW_ENCODING_PROJECTED)
+    if asked and asked not in encodings:
+        accepted = " or ".join(f"{common_pb2.RowEncoding.Name(e)} ({e})" for e in encodings)
+        raise SpecwireError.field("row_encoding", asked, accepted, Reason.ROWS_REFUSED)
+    return asked == common_pb2.ROW_ENCODING_PROJECTED
+
+
+def row_block(chunk: draft_pb2.FeatureChunk, needs: RowNeeds, projected: bool) -> RowBlock:
+    """The rows of a chunk as the method reads them."""
     if chunk.count == 0:
         raise SpecwireError.field("count", 0, "at least one row", Reason.ROWS_REFUSED)
     try:
-        rows = rows_from_bytes(chunk.rows, chunk.count, info.rows.width, DTYPES[info.rows.dtype])
+        width = needs.projected_width if projected else needs.width
+        rows = rows_from_bytes(chunk.rows, chunk.count, width, DTYPES[needs.dtype])
     except SpecwireError as error:
         raise SpecwireError(
             Reason.ROWS_REFUSED, error.message, {**error.metadata, "cause": "width"}
         ) from error
-    return RowBlock(chunk.start, rows)
+    return RowBlock(chunk.start, rows, projected)

@@ -174,9 +174,9 @@ class Rounds:
             raise SpecwireError(Reason.SESSION_UNKNOWN, "no such session")
         if session.target_incarnation not in (0, target_incarnation):
             raise _refused("other_target")
-        if session.coverage is None:
+        if session.coverage is None or session.info.rows is None:
             raise _refused("not_needed")
-        block = row_block(chunk, session.info)
+        block = row_block(chunk, session.info.rows, session.projected)
         try:
             blocks = session.coverage.offer(chunk.step_id, block)
         except RowsRefused as refusal:

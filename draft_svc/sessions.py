@@ -42,7 +42,8 @@ class Step:
 
 @dataclass(slots=True)
 class Session:
-    """One session. `length` counts committed ids; without rows to read `coverage` is None."""
+    """One session. `length` counts committed ids; without rows to read `coverage` is None.
+    `projected`: its rows have the draft's `fc` and norm applied."""
 
     key: common_pb2.SessionKey
     info: MethodInfo
@@ -55,6 +56,7 @@ class Session:
     target_incarnation: int
     coverage: Coverage | None
     open_reply: Reply
+    projected: bool = False
     opened: bool = False
     step: Step | None = None
 

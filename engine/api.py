@@ -74,10 +74,21 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """A draft's `fc` and norm, which the engine applies to rows: `fingerprint` of the draft, the
+    layers that it reads, and the `width` of what comes of them."""
+
+    fingerprint: str
+    taps: tuple[int, ...]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a loaded model is. `fingerprint` covers config and weights; `numerics` covers device,
     build, dtypes and kernels. `loose`: steps in which no item is `exact` may run other kernels, so
-    that their KV has other bits. `prefill_chunk`: most rows of a prompt in one step."""
+    that their KV has other bits. `prefill_chunk`: most rows of a prompt in one step.
+    `projection`: what rows may be besides the outputs of layers."""
 
     name: str
     fingerprint: str
@@ -91,6 +102,7 @@ class ModelInfo:
     dtype: str
     loose: bool = False
     prefill_chunk: int = 256
+    projection: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +130,7 @@ class Item(NamedTuple):
              tokens
     taps     layers whose outputs are returned as rows (0-based, before any final norm), strictly
              increasing
+    projected  the rows are those of `ModelInfo.projection`, whose layers `taps` are
     exact    keep the result independent of batch mates and of k (levels L2/L3); a step in which
              no item asks for it may run other kernels
     context  the session's committed tokens, the ids of this item that are no drafts included;
@@ -140,6 +153,7 @@ class Item(NamedTuple):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     drafted: bool = True
+    projected: bool = False
 
 
 class ItemResult(NamedTuple):
@@ -147,10 +161,10 @@ class ItemResult(NamedTuple):
 
     tokens   the accepted draft tokens and one of the target's own: accepted + 1 ids (empty when
              draws == 0)
-    rows     bf16 CPU tensor [valid rows, len(taps) * hidden_size]: every row of a prompt chunk,
-             accepted + 1 rows of a verify block; None without taps. They may still be on their way
-             from a device: whoever reads them waits, on any thread. `late_rows` gives the same as
-             the bits that are sent
+    rows     bf16 CPU tensor [valid rows, len(taps) * hidden_size], projected ones [valid rows,
+             width]: every row of a prompt chunk, accepted + 1 rows of a verify block; None without
+             taps. They may still be on their way from a device: whoever reads them waits, on any
+             thread. `late_rows` gives the same as the bits that are sent
     margins  per token, highest filtered logit minus the second highest
     width    rows the step ran for this item, padding included
     logprobs         one per token of `tokens`, when asked for
@@ -187,6 +201,7 @@ class WarmUp:
     widest    most rows of a session's block
     exports   layers whose rows sessions will ask for, as `Item.taps`: graphs of such steps, and of
               those without only for one and two sessions
+    projected  as `Item.projected` has it
     apart     a co-located drafter keeps no context for some sessions
     stopped   asked between two steps: whether to leave the rest out, since nobody will be served
     """
@@ -194,6 +209,7 @@ class WarmUp:
     sessions: int
     widest: int
     exports: tuple[int, ...] = ()
+    projected: bool = False
     apart: bool = False
     stopped: Callable[[], bool] = field(default=never, compare=False)
 

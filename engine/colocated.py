@@ -24,6 +24,7 @@ from engine.kv.cache import CacheGeometry, PagedCache
 from engine.kv.groups import PagedGroups
 from engine.linear import Linear
 from engine.models.config import ModelConfig
+from engine.tap_export import columns_of
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +165,7 @@ class Beside:
             picked = torch.tensor(chosen, dtype=torch.int64, pin_memory=on_gpu)
             at = picked.to(rows.device, non_blocking=True)
             rows, positions, slots = rows[at], positions[at], slots[at]
-        if taps != self.taps:
-            columns = [taps.index(tap) * self._hidden for tap in self.taps]
-            rows = torch.cat([rows[:, at : at + self._hidden] for at in columns], dim=1)
+        rows = columns_of(rows, taps, self.taps, self._hidden)
         # Padding may stand behind an item.
         highest = max(own.item.start + max(own.width, len(own.item.ids)) for own in placed) - 1
         return TapRows(rows.bfloat16(), positions, slots, highest)

@@ -26,25 +26,28 @@ from engine.graphs import StepGraphs
 from engine.kv.cache import PagedCache
 from engine.models.family import Model
 from engine.models.layers import Kernels, Rows
+from engine.projecting import Projecting
 from engine.ragged_words import RaggedWords, Room
 from engine.sampling import filters
 from engine.step_inputs import StepInputs
 from engine.step_shapes import StepShapes
 from engine.stepper import Ran
-from engine.tap_export import LateRows, TapExport
+from engine.tap_export import LateRows, StepRows, TapExport
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """Device memory of one shape: logits fp32 [draws, vocab] where the host chooses from them, and
-    tap rows. Otherwise the tokens are in the shape's words, and nobody holds on to the logits:
-    those of all shapes would take gigabytes, so graphs share the memory. The plan owns memory that
-    a graph works in, which is replaced when a larger shape comes, so it must live as long."""
+    """Device memory of one shape: logits fp32 [draws, vocab] where the host chooses from them, tap
+    rows, and what a draft's projection makes of them. Otherwise the tokens are in the shape's
+    words, and nobody holds on to the logits: those of all shapes would take gigabytes, so graphs
+    share the memory. The plan owns memory that a graph works in, which is replaced when a larger
+    shape comes, so it must live as long."""
 
     logits: Tensor | None
     tap_rows: Tensor | None
+    projected: Tensor | None
     plan: Any
 
 
@@ -102,11 +105,12 @@ class DeviceStepper:
         taps: tuple[int, ...],
         tap_dtype: torch.dtype,
         beside: Beside | None = None,
+        project: Projecting | None = None,
         launched: Callable[[], None] = nothing,
         capture: bool = True,
     ) -> Ran:
-        """`launched` is called before the device is waited for; without `capture` no graph is
-        captured."""
+        """`project`: some items want such rows. `launched` is called before the device is waited
+        for; without `capture` no graph is captured."""
         at_once = self._drawer.fused and all(plain(item) for item in items)
         shaped = None
         if not minimum and tap_dtype is torch.bfloat16:
@@ -125,16 +129,19 @@ class DeviceStepper:
             if at_once and logits is not None:
                 self._drawer.draw(logits, words.draws(filtered), out=words.tokens)
                 logits = None
-            return _Outputs(logits, tap_rows, rows.plan)
+            projected = None
+            if project is not None and tap_rows is not None:
+                projected = project(taps, tap_rows)
+            return _Outputs(logits, tap_rows, projected, rows.plan)
 
         self._export.hold()
         if shaped is None:
             outputs = body()
         else:
-            key = words.shape, taps, at_once, filtered, kernels is None
+            key = words.shape, taps, at_once, filtered, kernels is None, project is None
             replayed = self._replayed(shaped, key, body, capture)
             if replayed is None:
-                return self.run(items, minimum, taps, tap_dtype, beside, launched, capture)
+                return self.run(items, minimum, taps, tap_dtype, beside, project, launched, capture)
             outputs = replayed
         if self._over is not None:
             self._over.record()
@@ -143,7 +150,7 @@ class DeviceStepper:
         if beside is not None and outputs.tap_rows is not None:
             places = words.device("positions"), words.device("slots")
             written = beside.write(placed, taps, outputs.tap_rows, *places)
-        late = self._late(items, outputs.tap_rows, words.used)
+        late = self._late(items, outputs, words.used)
         launched()
         if not drawing:  # nobody waits: the next step is filled meanwhile
             return Ran(placed, [Chosen()] * len(items), late, written)
@@ -175,14 +182,19 @@ class DeviceStepper:
             torch.cuda.empty_cache()
         return None
 
-    def _late(self, items: Sequence[Item], tap_rows: Tensor | None, used: int) -> LateRows | None:
+    def _late(self, items: Sequence[Item], outputs: _Outputs, used: int) -> StepRows:
         """The rows of a step that are wanted outside; a drafter in this process reads them where
         they are."""
+        tap_rows, projected = outputs.tap_rows, outputs.projected
         if tap_rows is None:
-            return None
+            return StepRows()
         if tap_rows.dtype is not torch.bfloat16:  # somebody still computes with them
-            return LateRows(tap_rows)
-        return self._export.take(tap_rows[:used]) if any(item.taps for item in items) else None
+            return StepRows(LateRows(tap_rows), None if projected is None else LateRows(projected))
+        raw = any(item.taps and not item.projected for item in items)
+        return StepRows(
+            self._export.take(tap_rows[:used]) if raw else None,
+            self._export.take(projected[:used]) if projected is not None else None,
+        )
 
     def forward(
         self, packed: Packed, taps: tuple[int, ...], tap_dtype: torch.dtype

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -28,9 +29,11 @@ from engine.device_step import DeviceStepper
 from engine.errors import SettingRefused
 from engine.kv.cache import CacheGeometry, PagedCache
 from engine.linear import Mode
+from engine.models import draft_dialects
 from engine.models.config import ModelConfig, from_hf
 from engine.models.family import build_cache, build_model, cache_geometry, latent_of
 from engine.models.kernel_sets import kernels_for
+from engine.projecting import Projecting
 from engine.runner import NativeEngine
 from engine.tokenizer import check_vocabulary, read_document
 from engine.weights import Weights, fingerprint, read_json
@@ -43,17 +46,20 @@ def load_engine(
     config: EngineConfig,
     drafter: Drafter | None = None,
     stopped: Callable[[], bool] = never,
+    projected: Path | None = None,
 ) -> NativeEngine:
     """Loads the model, allocates pages, chooses the attention backend, checks row independence.
     A `drafter` is asked for its KV groups before the pages exist, and attached to the engine; it
-    is warmed up, unless that is `stopped`.
+    is warmed up, unless that is `stopped`. `projected` is the checkpoint of a draft whose `fc` and
+    norm rows may go through.
 
     Raises SettingRefused, CheckpointError or BackendUnavailable.
     """
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     source = resolve_model(config.model)
-    model_config = from_hf(read_json(source.directory / "config.json"))
+    raw = read_json(source.directory / "config.json")
+    model_config = from_hf(raw)
     device = resolve_device(config.device)
     use_device(device)
     mode = kernel_mode(config.kernels, device)
@@ -110,7 +116,11 @@ def load_engine(
         graphs = attention.graphs.decode == "FULL"
         scratch_slot = (cache.page_count - 1) * config.page_tokens
         stepper = DeviceStepper(model, cache, backend, limit, scratch_slot, graphs)
-    engine = NativeEngine(config, model, cache, backend, report, info, beside, stepper)
+    projecting: Projecting | None = None
+    if projected is not None:
+        described = draft_dialects.Target(model_config, raw.get("architectures") or ())
+        projecting = Projecting(projected, described, kernels, weights.dtype, device)
+    engine = NativeEngine(config, model, cache, backend, report, info, beside, stepper, projecting)
     if drafter is not None:
         engine.attach(drafter, groups)
         drafter.warm_up(stopped)

@@ -28,9 +28,10 @@ from engine.kv.pool import PagePool, PageTable, PoolStats
 from engine.logprobs import score_rows
 from engine.models.family import Model
 from engine.models.layers import Rows
+from engine.projecting import Projecting
 from engine.row_bits import RowBits
 from engine.sampling import draw
-from engine.tap_export import LateRows
+from engine.tap_export import LateRows, StepRows
 
 _ANY_ROWS = 1 << 30
 
@@ -48,12 +49,15 @@ class NativeEngine:
         info: ModelInfo,
         beside: Mapping[str, PagedCache] = MappingProxyType({}),
         stepper: DeviceStepper | None = None,
+        projecting: Projecting | None = None,
     ) -> None:
         """`beside` are the caches of other KV groups under the same page tables."""
+        self._projecting = projecting
         self._config, self._model, self._cache, self._backend = config, model, cache, backend
         self._report, self._stepper = report, stepper
         loose = stepper is not None and model.kernels.loose(_ANY_ROWS) is not None
-        self._info = replace(info, loose=loose)
+        projection = projecting.info if projecting is not None else None
+        self._info = replace(info, loose=loose, projection=projection)
         # The last page of the cache belongs to no session: padding rows write there.
         self._pool = PagePool(cache.page_count - 1, config.page_tokens)
         self._memory = PagedGroups(self._pool, {TARGET_GROUP: cache, **beside})
@@ -168,9 +172,12 @@ class NativeEngine:
         drafter_taps = beside.taps if beside is not None else ()
         taps = tuple(sorted(last.union(drafter_taps, *(item.taps for item in items))))
         tap_dtype = torch.float32 if scored else torch.bfloat16
+        project = self._projecting if any(item.projected for item in items) else None
         if self._stepper is not None:
-            ran = self._stepper.run(items, minimum, taps, tap_dtype, beside, launched, capture)
-            return self._results(ran.placed, ran.chosen, taps, ran.tap_rows, ran.written)
+            ran = self._stepper.run(
+                items, minimum, taps, tap_dtype, beside, project, launched, capture
+            )
+            return self._results(ran.placed, ran.chosen, taps, ran.rows, ran.written)
         packed = pack(items, self._config.page_tokens, minimum, self._scratch_slot)
         rows = self._rows(packed)
         launched()
@@ -181,7 +188,7 @@ class NativeEngine:
             written = beside.write(packed.placed, taps, tap_rows, rows.positions, rows.slots)
         drawer = partial(draw, gumbel_argmax=self._model.kernels.gumbel_argmax)
         chosen = [Chosen()] * len(items) if logits is None else choose(logits, items, drawer)
-        rows_here = None if tap_rows is None else LateRows(tap_rows)
+        rows_here = StepRows.here(tap_rows, None if project is None else partial(project, taps))
         return self._results(packed.placed, chosen, taps, rows_here, written)
 
     def forward(
@@ -212,18 +219,20 @@ class NativeEngine:
         return logits, tap_rows
 
     def _late_rows(
-        self, placed: Placed, taps: tuple[int, ...], tap_rows: LateRows, valid: int
+        self, placed: Placed, taps: tuple[int, ...], step_rows: LateRows, valid: int
     ) -> Callable[[], RowBits]:
-        """The item's first rows with the columns of its own taps, out of those of all `taps`."""
+        """The item's first rows; those of layers with the columns of its own taps, out of those of
+        all `taps`."""
         first, wanted = placed.first_row, placed.item.taps
+        whole = placed.item.projected or wanted == taps
 
         def rows() -> RowBits:
-            found = tap_rows.bits(first, first + valid)
-            if wanted == taps:
+            found = step_rows.bits(first, first + valid)
+            if whole:
                 return found
             return np.concatenate([found[:, self._columns(tap, taps)] for tap in wanted], axis=1)
 
-        if tap_rows.arrived is not None:
+        if step_rows.arrived is not None:
             return rows
         here = rows()
         return lambda: here
@@ -237,7 +246,7 @@ class NativeEngine:
         every: Sequence[Placed],
         chosen: Sequence[Chosen],
         taps: tuple[int, ...],
-        tap_rows: LateRows | None,
+        rows: StepRows,
         written: tuple[str, ...],
     ) -> list[ItemResult]:
         results = []
@@ -247,11 +256,12 @@ class NativeEngine:
             item.table.extend(item.start + valid, written if item.drafted else ())
             late: Callable[[], RowBits] | None = None
             scores: tuple[TokenLogprobs, ...] = ()
-            if item.taps and tap_rows is not None:
-                late = self._late_rows(placed, taps, tap_rows, valid)
+            own = rows.projected if item.projected else rows.taps
+            if item.taps and own is not None:
+                late = self._late_rows(placed, taps, own, valid)
             if item.prompt_logprobs is not None:
-                assert tap_rows is not None
-                scores = self._prompt_logprobs(placed, item.prompt_logprobs, taps, tap_rows)
+                assert rows.taps is not None
+                scores = self._prompt_logprobs(placed, item.prompt_logprobs, taps, rows.taps)
             results.append(
                 ItemResult(tokens, accepted, late, margins, placed.width, logprobs, scores)
             )

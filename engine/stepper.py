@@ -7,19 +7,18 @@ from dataclasses import dataclass
 
 from engine.batch import Placed
 from engine.choose import Chosen
-from engine.tap_export import LateRows
+from engine.tap_export import StepRows
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
     """Of the items of a step, in their order.
 
-    tap_rows  outputs of the tap layers [rows, len(taps) * hidden]: bf16 on their way to the host,
-              or as they were computed where prompts are scored
-    written   KV groups of a co-located drafter whose context the step wrote
+    rows     bf16 on their way to the host, or as they were computed where prompts are scored
+    written  KV groups of a co-located drafter whose context the step wrote
     """
 
     placed: Sequence[Placed]
     chosen: Sequence[Chosen]
-    tap_rows: LateRows | None
+    rows: StepRows
     written: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,16 @@ import torch
 from torch import Tensor
 
 from engine.row_bits import RowBits, as_bits
+
+
+def columns_of(
+    rows: Tensor, taps: tuple[int, ...], wanted: Sequence[int], hidden_size: int
+) -> Tensor:
+    """Of rows [n, len(taps) * hidden_size] those of the `wanted` layers, in their order."""
+    if taps == tuple(wanted):
+        return rows
+    starts = [taps.index(tap) * hidden_size for tap in wanted]
+    return torch.cat([rows[:, at : at + hidden_size] for at in starts], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,23 @@ class LateRows:
         if self._bits is not None:
             return self._bits[first:end]
         return as_bits(rows[first:end].to("cpu", torch.bfloat16))
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What a step gives outside: outputs of the tap layers [rows, len(taps) * hidden], and those of
+    a draft's projection [rows, width]. None: nobody asked."""
+
+    taps: LateRows | None = None
+    projected: LateRows | None = None
+
+    @classmethod
+    def here(cls, tap_rows: Tensor | None, project: Callable[[Tensor], Tensor] | None) -> StepRows:
+        """Of a step on the CPU."""
+        if tap_rows is None:
+            return cls()
+        projected = None if project is None else LateRows(project(tap_rows))
+        return cls(LateRows(tap_rows), projected)
 
 
 class TapExport:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from engine.api import Engine, Item, ItemResult, Sampling, WarmUp
+from engine.api import Engine, Item, ItemResult, ModelInfo, Sampling, WarmUp
 from engine.compiling import compile_first
 from engine.device_step import DeviceStepper
 from engine.errors import SettingRefused
@@ -34,7 +34,7 @@ class Step(Protocol):
 
 def run(engine: Engine, stepper: DeviceStepper, wanted: WarmUp, chunk: int, step: Step) -> int:
     """See `Engine.warm_up`. `chunk`: most rows of a prompt in one step."""
-    _check_exports(wanted.exports, engine.info.layer_count)
+    _check_exports(wanted, engine.info)
     began = time.perf_counter()
     longest = engine.info.max_length
     every = shapes(stepper, wanted, chunk, engine.rows_independent, longest)
@@ -63,7 +63,10 @@ def _meet_all(engine: Engine, held: Sequence[Shape], step: Step, wanted: WarmUp)
     return count
 
 
-def _check_exports(exports: tuple[int, ...], layers: int) -> None:
+def _check_exports(wanted: WarmUp, info: ModelInfo) -> None:
+    exports, layers = wanted.exports, info.layer_count
+    projection = info.projection
+    assert not wanted.projected or (projection is not None and exports == projection.taps)
     if list(exports) != sorted(set(exports) & set(range(layers))):
         raise SettingRefused("warm_taps", exports, f"layers 0 to {layers - 1}, rising")
 
@@ -95,4 +98,5 @@ def _item(shape: Shape, table: PageTable) -> Item:
         taps=shape.taps,
         exact=shape.exact,
         drafted=shape.drafted,
+        projected=shape.projected,
     )

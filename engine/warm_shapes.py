@@ -40,6 +40,7 @@ class Shape:
     filtered: bool = False
     exact: bool = True
     taps: tuple[int, ...] = ()
+    projected: bool = False
     drafted: bool = True
     captured: bool = True
     launched: bool = False
@@ -70,8 +71,11 @@ def shapes(
     for sessions, rows in reversed(held):
         for exact in modes(sessions, rows):
             for taps, drafted, filtered in _kinds(wanted, sessions):
-                yield Shape(
-                    sessions, rows, rows, filtered=filtered, exact=exact, taps=taps, drafted=drafted
+                yield replace(
+                    Shape(sessions, rows, rows, filtered=filtered, exact=exact),
+                    taps=taps,
+                    projected=wanted.projected and bool(taps),
+                    drafted=drafted,
                 )
 
 
@@ -95,7 +99,8 @@ def _prompts(
         shape = _prompt(room, longest)
         for exact in modes(shape.sessions, shape.rows):
             for taps, drafted in kinds:
-                yield replace(shape, exact=exact, taps=taps, drafted=drafted)
+                projected = wanted.projected and bool(taps)
+                yield replace(shape, exact=exact, taps=taps, projected=projected, drafted=drafted)
 
 
 def _prompt(room: Room, longest: int) -> Shape:

@@ -95,6 +95,7 @@ class BatchBuilder:
             logprobs=spec.logprobs,
             prompt_logprobs=spec.prompt_logprobs if session.opening else None,
             drafted=self._draft_all or spec.draft_tokens > 0,
+            projected=tapped and spec.projected,
         )
 
     def _block(self, session: Session, step: Step | None, now: float) -> Item | None:
@@ -129,4 +130,5 @@ class BatchBuilder:
             prompt_len=spec.prompt_len,
             logprobs=spec.logprobs,
             drafted=self._draft_all or spec.draft_tokens > 0,
+            projected=spec.projected and session.sink is not None,
         )

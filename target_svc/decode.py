@@ -15,6 +15,7 @@ from specwire.sampling import (
     complete,
 )
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.row_formats import checked_taps
 from target_svc.sessions import Key, OpenSpec
 from target_svc.settings import TargetSettings
 
@@ -34,6 +35,7 @@ class Limits:
     exact_default: bool
     lease_ms: int
     row_window: int
+    projection: api.Projection | None = None
     # The co-located drafter and the most tokens of its proposals; "": none.
     drafter: str = ""
     drafter_tokens: int = 0
@@ -52,6 +54,7 @@ class Limits:
             exact_default=settings.exactness == "exact",
             lease_ms=settings.lease_ms,
             row_window=settings.row_history_tokens,
+            projection=info.projection,
             drafter=drafter.method if drafter is not None else "",
             drafter_tokens=drafter.max_draft_tokens if drafter is not None else 0,
         )
@@ -94,7 +97,8 @@ def open_spec(request: target_pb2.OpenTarget, limits: Limits) -> OpenSpec:
         prompt_logprobs=checked_prompt_logprobs(
             _logprobs(request, "prompt_logprobs"), request.prompt_len or len(ids)
         ),
-        taps=_taps(request.push_to.format, limits) if request.HasField("push_to") else (),
+        taps=_taps(request.push_to, limits) if request.HasField("push_to") else (),
+        projected=request.push_to.format.encoding == common_pb2.ROW_ENCODING_PROJECTED,
         rows_from=request.rows_from,
         lease_s=(request.lease_ms or limits.lease_ms) / 1000,
         free_run=request.free_run,
@@ -196,29 +200,5 @@ def _exact(value: int, limits: Limits) -> bool:
     return value == common_pb2.EXACTNESS_EXACT
 
 
-def _taps(row_format: common_pb2.RowFormat, limits: Limits) -> tuple[int, ...]:
-    """The tap layers, when the draft and this target mean the same by a row."""
-    taps = tuple(row_format.tap_ids)
-    rules: list[tuple[str, object, bool, str]] = [
-        ("encoding", row_format.encoding, row_format.encoding == 1, "TAPS (1)"),
-        ("convention", row_format.convention, row_format.convention == 1, "OUTPUT_OF_LAYER (1)"),
-        ("dtype", row_format.dtype, row_format.dtype == common_pb2.D_TYPE_BFLOAT16, "BFLOAT16 (3)"),
-        (
-            "tap_ids",
-            list(taps),
-            bool(taps) and list(taps) == sorted(set(taps)) and taps[-1] < limits.layer_count,
-            f"rising layer ids below {limits.layer_count}",
-        ),
-        (
-            "width",
-            row_format.width,
-            row_format.width == len(taps) * limits.hidden_size,
-            f"{len(taps) * limits.hidden_size} ({len(taps)} taps of {limits.hidden_size})",
-        ),
-    ]
-    for name, value, fits, accepted in rules:
-        if not fits:
-            raise SpecwireError.field(
-                f"push_to.format.{name}", value, accepted, Reason.ROWS_REFUSED
-            )
-    return taps
+def _taps(push_to: target_pb2.PushTo, limits: Limits) -> tuple[int, ...]:
+    return checked_taps(push_to.format, limits.hidden_size, limits.layer_count, limits.projection)

@@ -1,30 +1,62 @@
-"""Which layers' rows draft services will ask for, as far as that is known at start."""
+"""The draft that draft services are expected to host, as far as the target looks into it."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from engine.default_model import DEFAULT
-from engine.errors import CheckpointError
-from engine.models.draft_dialects import parse_draft
+from engine.errors import CheckpointError, SettingRefused
+from engine.models.draft_dialects import read_draft
 from engine.models.draft_loading import DraftTarget
 from engine.weights import read_json
 from target_svc.settings import TargetSettings
 
-# Of the drafts that come with the default model.
-SHIPPED = (1, 8, 14, 20, 27)
+_PACKAGE, _SHIPPED = "draft_svc", Path("checkpoints", "smollm2-135m-dflash")
+_ACCEPTED = 'a local directory with a config.json, or "default"'
 
 
 def draft_layers(settings: TargetSettings) -> tuple[int, ...]:
-    """Rising layers; none where nothing is known of a draft. Raises CheckpointError for a draft
-    that cannot be read or is for another model."""
-    if settings.warm_taps or settings.colocate or not settings.warm_draft:
+    """Layers whose rows draft services will ask for, rising; none where nothing is known of a
+    draft. Raises CheckpointError for a draft that cannot be read or is for another model."""
+    if settings.warm_taps or settings.colocate:
         return settings.warm_taps
+    checkpoint = expected_draft(settings)
+    if checkpoint is None:
+        return ()
+    config = read_json(checkpoint / "config.json")
+    return read_draft(config, DraftTarget(settings.model).described).tap_ids
+
+
+def projected_draft(settings: TargetSettings) -> Path | None:
+    """The checkpoint whose projection rows go through; None: they do not. Raises CheckpointError,
+    and SettingRefused where there is none to take it from."""
+    if not settings.project_rows:
+        return None
+    checkpoint = expected_draft(settings)
+    if checkpoint is None:
+        accepted = f"false, or with warm_draft: {_ACCEPTED}, for the default model"
+        raise SettingRefused("project_rows", True, accepted)
+    return checkpoint
+
+
+def expected_draft(settings: TargetSettings) -> Path | None:
+    """The checkpoint that `warm_draft` names. Raises CheckpointError where there is none."""
     if settings.warm_draft == DEFAULT:
-        return SHIPPED if settings.model == DEFAULT else ()
-    path = Path(settings.warm_draft).expanduser() / "config.json"
-    if not path.is_file():
-        accepted = 'a local directory with a config.json, or "default"'
-        raise CheckpointError(f"warm_draft is {settings.warm_draft!r}; accepted: {accepted}")
-    config = read_json(path)
-    return tuple(parse_draft(config, DraftTarget(settings.model).described, "dflash").tap_ids)
+        return _shipped() if settings.model == DEFAULT else None
+    if not settings.warm_draft:
+        return None
+    checkpoint = Path(settings.warm_draft).expanduser()
+    if not (checkpoint / "config.json").is_file():
+        raise CheckpointError(f"warm_draft is {settings.warm_draft!r}; accepted: {_ACCEPTED}")
+    return checkpoint
+
+
+def _shipped() -> Path | None:
+    """Of the drafts beside the default model, found without importing them; None where they are
+    not installed."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    places = (
+        [Path(place, _SHIPPED) for place in spec.submodule_search_locations or ()] if spec else ()
+    )
+    return next((place for place in places if (place / "config.json").is_file()), None)

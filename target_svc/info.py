@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from engine.api import Engine
 from specwire.rpc import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from specwire.v1 import common_pb2, target_pb2
+from target_svc.row_formats import projections
 from target_svc.settings import TargetSettings
 
 _Response = target_pb2.TargetServiceGetInfoResponse
@@ -39,6 +40,7 @@ def info_response(
         attention=_attention(engine),
         tap_layer_count=info.layer_count,
         row_encodings=[common_pb2.ROW_ENCODING_TAPS],
+        projections=projections(info),
         row_dtype=common_pb2.D_TYPE_BFLOAT16,
         drive=_Response.DRIVE_COORDINATOR,
         contract_levels=["L0", "L1", "L2", *(["L3"] if engine.rows_independent else [])],

@@ -36,7 +36,8 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenSpec:
-    """A validated `OpenTarget`. `limit_len` is the committed length at which the session ends."""
+    """A validated `OpenTarget`. `limit_len` is the committed length at which the session ends;
+    `projected`: its rows are those of the engine's projection."""
 
     ids: tuple[int, ...]
     prompt_len: int
@@ -52,6 +53,7 @@ class OpenSpec:
     rows_from: int
     lease_s: float
     free_run: int
+    projected: bool = False
     # Most cached tokens that are run again for the rows that the draft lacks.
     row_window: int = 0
     fork_of: Key | None = None

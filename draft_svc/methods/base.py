@@ -36,11 +36,12 @@ RawRows = np.ndarray[Any, np.dtype[Any]]
 
 class RowBlock(NamedTuple):
     """Hidden-state rows of positions [start, end): an array [count, width] in the wire dtype (bf16
-    as uint16).
+    as uint16). `projected`: with the draft's `fc` and norm applied, as all of their session.
     """
 
     start: int
     rows: RawRows
+    projected: bool = False
 
     @property
     def end(self) -> int:
@@ -52,16 +53,19 @@ class RowBlock(NamedTuple):
             return self
         first = min(max(low - self.start, 0), len(self.rows))
         last = max(min(high - self.start, len(self.rows)), first)
-        return RowBlock(self.start + first, self.rows[first:last])
+        return RowBlock(self.start + first, self.rows[first:last], self.projected)
 
 
 @dataclass(frozen=True, slots=True)
 class RowNeeds:
-    """The rows a method reads: outputs of 0-based target layers, before any final norm."""
+    """The rows a method reads: outputs of 0-based target layers, before any final norm.
+    `projected_width`: of rows with its `fc` and norm applied, which it takes as well; 0: it does
+    not."""
 
     tap_ids: tuple[int, ...]
     width: int
     dtype: str = "bfloat16"
+    projected_width: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ class DFlashContext:
         start = self.end
         blocks = [block.clip(start, start + limit) for block in self.pending]
         rows = np.concatenate([block.rows for block in blocks])
-        return ContextRows(self.table, start, _tensor(rows), self.origin)
+        projected = blocks[0].projected
+        return ContextRows(self.table, start, _tensor(rows), self.origin, projected)
 
     def drop_written(self) -> None:
         self.pending = nonempty(block.clip(self.end, block.end) for block in self.pending)

@@ -19,7 +19,7 @@ def info_of(
         max_draft_tokens=min(max_draft_tokens, loaded.model.max_draft_tokens),
         max_length_tokens=max_length,
         fingerprint=loaded.fingerprint,
-        rows=RowNeeds(tap_ids=config.tap_ids, width=config.row_width),
+        rows=RowNeeds(config.tap_ids, config.row_width, projected_width=config.hidden_size),
         target_hidden_size=config.target_hidden_size,
         target_layer_count=config.target_layer_count,
         target_vocab_size=config.vocab_size,

@@ -32,6 +32,7 @@ from engine.models.draft_vocabulary import DraftVocabulary
 from engine.models.family import cache_geometry
 from engine.models.kernel_sets import kernels_for
 from engine.models.layers import Rows
+from engine.models.row_projection import RowProjection
 from engine.weights import Weights
 
 
@@ -113,8 +114,7 @@ class DFlashModel:
         self._embedding, self._head = tables.embedding, tables.head
         self._mask_vector, self.vocabulary = tables.mask_vector, tables.vocabulary
         d = config.hidden_size
-        self._fc = self.kernels.pack(draft.take("fc.weight", d, config.row_width))
-        self._hidden_norm = draft.take("hidden_norm.weight", d).float()
+        self._project = RowProjection(config, draft, self.kernels)
         self._norm = draft.take("norm.weight", d).float()
         self._layer_attention = draft_attention(config, draft, self.kernels, self.cache)
         self._layers = [self._take_layer(draft, index) for index in range(config.layer_count)]
@@ -152,7 +152,13 @@ class DFlashModel:
 
     @torch.inference_mode()
     def write_contexts(self, writes: Sequence[ContextRows]) -> None:
-        """The same for several sessions, each at most once, with one product for all."""
+        """The same for several sessions, each at most once, with one product for all whose rows are
+        alike."""
+        for projected in (False, True):
+            if alike := [write for write in writes if write.projected is projected]:
+                self._write_alike(alike, projected)
+
+    def _write_alike(self, writes: Sequence[ContextRows], projected: bool) -> None:
         positions: list[int] = []
         for write in writes:
             first, count = write.start - write.origin, write.rows.shape[0]
@@ -168,21 +174,21 @@ class DFlashModel:
             first, count = write.start - write.origin, write.rows.shape[0]
             slots += slots_of(write.table.pages, self.pool.page_tokens, first, count)
         if self._upload is not None:
-            self.write_rows(*self._upload(writes, positions, slots))
+            self.write_rows(*self._upload(writes, positions, slots), projected)
         else:
             rows = torch.cat([write.rows.float() for write in writes])
-            self.write_rows(rows, torch.tensor(positions), torch.tensor(slots))
+            self.write_rows(rows, torch.tensor(positions), torch.tensor(slots), projected)
         for write in writes:
             write.table.length = write.start - write.origin + write.rows.shape[0]
 
     @torch.inference_mode()
-    def write_rows(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def write_rows(
+        self, rows: Tensor, positions: Tensor, slots: Tensor, projected: bool = False
+    ) -> None:
         """Stores K/V made of `rows` [n, row_width], any float dtype, at `positions` and flat
-        `slots`, int64 [n] (on a GPU int32 too); who calls it owns the tables. Does not wait for
-        the device."""
-        if self.kernels.mode != "triton":
-            rows = rows.float()
-        x = self.kernels.rms_norm(self._fc(rows), self._hidden_norm, self.config.rms_eps)
+        `slots`, int64 [n] (on a GPU int32 too); who calls it owns the tables. `projected`: they
+        are [n, hidden], what `RowProjection` made. Does not wait for the device."""
+        x = rows if projected else self._project(rows)
         self._layer_attention.write_context(x, positions, slots)
 
     @torch.inference_mode()

@@ -18,12 +18,14 @@ from engine.step_words import StepWords
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """Rows [n, row_width] of positions [start, start + n), any float dtype: the target's taps."""
+    """Rows [n, row_width] of positions [start, start + n), any float dtype: the target's taps;
+    `projected`: [n, hidden], with the draft's `fc` and norm applied."""
 
     table: PageTable
     start: int
     rows: Tensor
     origin: int = 0
+    projected: bool = False
 
 
 @dataclass(frozen=True, slots=True)

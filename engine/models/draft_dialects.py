@@ -42,9 +42,7 @@ def parse_draft(config: Any, target: Target, method: str) -> DFlashConfig:
     a checkpoint with a Markov head is a DSpark, one without a DFlash. Raises CheckpointError naming
     key, value and what is accepted.
     """
-    if not isinstance(config, Mapping):
-        raise CheckpointError("config.json is not a JSON object")
-    found = _reader(config)(config, target)
+    found = read_draft(config, target)
     if (found.markov is not None) != (method == "dspark"):
         has = "a Markov head" if found.markov else "no Markov head"
         accepted = "one with a Markov head" if method == "dspark" else "one without a Markov head"
@@ -54,6 +52,13 @@ def parse_draft(config: Any, target: Target, method: str) -> DFlashConfig:
             f"a draft with {has}; accepted by {method}: {accepted}"
         )
     return found
+
+
+def read_draft(config: Any, target: Target) -> DFlashConfig:
+    """`parse_draft` for whoever runs no method. Raises CheckpointError."""
+    if not isinstance(config, Mapping):
+        raise CheckpointError("config.json is not a JSON object")
+    return _reader(config)(config, target)
 
 
 def _reader(config: Config) -> Callable[[Config, Target], DFlashConfig]:

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from specwire.errors import Reason, SpecwireError
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 # Since this minor version targets ask draft services themselves in a run ahead, and are answered.
 ASKS_MINOR = 1
 

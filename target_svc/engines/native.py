@@ -12,6 +12,7 @@ from engine.loading import load_engine
 from specwire.errors import Reason, SpecwireError
 from target_svc.app import Loaded
 from target_svc.costs import prepared
+from target_svc.draft_layers import projected_draft
 from target_svc.settings import TargetSettings
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ def load_native(
     warm. A `drafter` is loaded with it, and its part of a step is measured too. Once it is
     `stopped` what the first request would find warm is left out."""
     try:
-        engine = load_engine(settings.engine_config(settings.model), drafter, stopped)
+        projected = projected_draft(settings)
+        engine = load_engine(settings.engine_config(settings.model), drafter, stopped, projected)
         costs = prepared(engine, settings, drafter is not None, stopped=stopped)
         return Loaded(engine, tokenizer_document(settings.model), costs=costs)
     except BackendUnavailable as error:

@@ -30,7 +30,7 @@ from engine.kv.pool import PoolStats
 from specwire.rpc import channel_options, encode_ids
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 
-WIDTH = 4
+WIDTH, PROJECTED = 4, 2
 LIMITS = Limits(
     max_sessions=8, rows_wait_ms=1000, rows_buffer_bytes=4096, lease_ms=10_000, max_lease_ms=60_000
 )
@@ -43,6 +43,7 @@ class ToyContext:
     ids: list[int]
     sampling: Sampling
     rows: dict[int, list[int]] = field(default_factory=dict)
+    projected: set[bool] = field(default_factory=set)
 
 
 class ToyMethod(Method[ToyContext]):
@@ -66,7 +67,7 @@ class ToyMethod(Method[ToyContext]):
             name="toy-1",
             max_draft_tokens=5,
             max_length_tokens=64,
-            rows=RowNeeds(tap_ids=(1, 3), width=WIDTH),
+            rows=RowNeeds(tap_ids=(1, 3), width=WIDTH, projected_width=PROJECTED),
             target_hidden_size=WIDTH // 2,
             target_layer_count=4,
             target_vocab_size=1000,
@@ -88,6 +89,7 @@ class ToyMethod(Method[ToyContext]):
         del context.ids[keep:]
         context.ids += tokens
         for block in rows:
+            context.projected.add(block.projected)
             for offset, row in enumerate(block.rows):
                 context.rows[block.start + offset] = row.tolist()
 

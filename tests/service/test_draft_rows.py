@@ -12,8 +12,11 @@ import pytest
 
 from draft_svc.methods.base import REASON_DEADLINE, REASON_ROWS_MISSING
 from specwire.errors import Reason
+from specwire.v1 import common_pb2
 from tests.service.draft_peer import (
     LIMITS,
+    PROJECTED,
+    WIDTH,
     Link,
     Rows,
     Service,
@@ -203,3 +206,34 @@ async def test_a_session_holds_a_limited_amount_of_unconfirmed_rows(tmp_path: Pa
         assert not (await rows.push(KEY, 0, 3, [4])).HasField("error")
         reply = await link.ask(advance_item(KEY, 1, 5, [], 1))
         assert list(reply.proposal.ids) == [4]
+
+
+async def test_a_session_of_projected_rows(service: Service) -> None:
+    """Beside one of the layers' own: each is held to its width, whatever comes."""
+    link, rows = await opened(service)
+    other = session_key(2)
+    encoding = common_pb2.ROW_ENCODING_PROJECTED
+    reply = await link.ask(open_item(other, range(4), row_encoding=encoding))
+    assert reply.HasField("opened")
+    refused = await rows.push(other, 0, 0, [1, 2, 3, 4], width=WIDTH)
+    assert refused.error.reason == "ROWS_REFUSED" and refused.error.metadata["cause"] == "width"
+    assert (await rows.push(KEY, 0, 0, [1, 2, 3, 4], width=PROJECTED)).HasField("error")
+    assert not (await rows.push(other, 0, 0, [1, 2, 3, 40], width=PROJECTED)).HasField("error")
+    reply = await link.ask(advance_item(other, 0, 4, [7], 2, rows_count=4))
+    assert list(reply.proposal.ids) == [40, 41]
+    assert service.toy.contexts[1].projected == {True}
+    await rows.push(KEY, 0, 0, [1, 2, 3, 4])
+    await link.ask(advance_item(KEY, 0, 4, [7], 2, rows_count=4))
+    assert service.toy.contexts[0].projected == {False}
+
+
+@pytest.mark.parametrize(("method", "encoding"), [("toy", 3), ("ngram", 2)])
+async def test_an_encoding_that_is_not_read(service: Service, method: str, encoding: int) -> None:
+    link = service.link()
+    reply = await link.ask(open_item(KEY, range(4), method=method, row_encoding=encoding))
+    error = reply.refused.error
+    assert error.reason == "ROWS_REFUSED" and error.metadata["field"] == "row_encoding"
+    accepted = "ROW_ENCODING_TAPS (1)"
+    if method == "toy":
+        accepted += " or ROW_ENCODING_PROJECTED (2)"
+    assert error.metadata["accepted"] == accepted and error.metadata["value"] == str(encoding)

@@ -19,7 +19,7 @@ from specwire.errors import Reason, SpecwireError
 from specwire.v1 import target_pb2, target_pb2_grpc
 from target_svc.app import Loaded, TargetApp
 from target_svc.costs import BUDGET_S, measure, prepared
-from target_svc.draft_layers import SHIPPED
+from target_svc.draft_layers import draft_layers
 from target_svc.settings import TargetSettings
 from tests.engine.test_dflash import write_draft
 from tests.engine.tiny import write_llama
@@ -141,9 +141,11 @@ def test_sessions_that_are_not_drafted_for_are_thought_of() -> None:
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-def test_layers_of_the_shipped_drafts_are_known(name: str) -> None:
+def test_shipped_drafts_ask_for_the_same_layers(name: str) -> None:
+    """Graphs of the one are good for the other."""
     config = json.loads((CHECKPOINTS / f"smollm2-135m-{name}" / "config.json").read_text())
-    assert (config.get("dflash_config") or config)["target_layer_ids"] == [*SHIPPED]
+    layers = (config.get("dflash_config") or config)["target_layer_ids"]
+    assert tuple(layers) == draft_layers(TargetSettings())
 
 
 def test_rows_that_a_known_draft_asks_for_are_thought_of(tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_rows_that_a_known_draft_asks_for_are_thought_of(tmp_path: Path) -> None
     write_draft(tmp_path / "draft")
     target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
-    assert exports() == SHIPPED
+    assert exports() == draft_layers(TargetSettings()) == (1, 8, 14, 20, 27)
     assert not exports(model=target) and not exports(warm_draft="") and not exports(colocate="x")
     assert exports(model=target, warm_draft=draft, warm_taps=(3,)) == (3,)
     found = exports(model=target, warm_draft=draft)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.api import Projection
 from specwire.errors import Reason
 from specwire.rpc import CHUNK_BYTES
 from specwire.v1 import common_pb2, draft_pb2, target_pb2
@@ -30,7 +31,7 @@ from tests.service.target_harness import (
     target,
     verify,
 )
-from tests.service.toy_engine import EOS, HIDDEN, ToyEngine, continuation, row
+from tests.service.toy_engine import EOS, HIDDEN, ToyEngine, continuation, projected, row
 
 PROMPT = list(range(10, 80))
 TEXT = continuation(PROMPT, 40)
@@ -296,6 +297,60 @@ async def test_formats_that_do_not_fit(change: dict[str, object], field: str) ->
         assert refused.error.reason == "ROWS_REFUSED"
         assert refused.error.metadata["field"] == f"push_to.format.{field}"
         assert refused.error.metadata["accepted"]
+
+
+PROJECTION = Projection("draft-fp", TAPS, 3)
+OWN = {"encoding": 2, "width": 3, "projection": "draft-fp"}
+
+
+async def test_rows_through_a_drafts_projection(tmp_path: Path) -> None:
+    """Beside a session that is sent the layers' own; sent again they are the same."""
+    address = f"unix:{tmp_path / 'd.sock'}"
+    ids = [*PROMPT, *TEXT]
+    engine = ToyEngine(projection=PROJECTION)
+    async with draft_server(address, FakeDraft()) as draft, target(engine) as service:
+        told = await service.stub.GetInfo(target_pb2.TargetServiceGetInfoRequest())
+        (offered,) = told.projections
+        assert offered == push_to(address, **OWN).format
+        peer = service.peer()
+        to = target_pb2.PushTo(address=address, format=offered)
+        await peer.send(open_target(PROMPT, push_to=to, rows_from=60))
+        await peer.send(open_target(PROMPT, at=key(2), push_to=push_to(address), rows_from=60))
+        await peer.verdict()
+        await peer.verdict()
+        await peer.send(verify(1, 71, [TEXT[1], 5]))
+        await peer.verdict()
+        await draft.rows(10 + 10 + 2)
+        await peer.send(target_pb2.ExportRows(key=key(), **{"from": 60}))
+        chunks = await draft.rows(10 + 10 + 2 + 12)
+    own = torch.stack([projected(row(ids[: p + 1], TAPS), 3) for p in range(60, 72)])
+    bits = own.view(torch.uint16).numpy().tobytes()
+    mine = [c for c in chunks if c.key == key()]
+    assert b"".join(c.rows for c in mine) == bits + bits
+    assert joined([c for c in chunks if c.key == key(2)], 0) == (60, expected(60, 70, ids))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"projection": "another"}, "projection"),
+        ({"tap_ids": TAPS[:-1]}, "tap_ids"),
+        ({"width": 3 * len(TAPS)}, "width"),
+        ({"encoding": 3}, "encoding"),
+    ],
+)
+async def test_a_projection_that_is_not_there(change: dict[str, object], field: str) -> None:
+    async with target(ToyEngine(projection=PROJECTION)) as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to("unix:/nowhere", **{**OWN, **change})))
+        refused = await peer.refused()
+        assert refused.error.reason == "ROWS_REFUSED"
+        assert refused.error.metadata["field"] == f"push_to.format.{field}"
+    async with target() as service:
+        peer = service.peer()
+        await peer.send(open_target(PROMPT, push_to=push_to("unix:/nowhere", **OWN)))
+        refused = await peer.refused()
+        assert refused.error.metadata["accepted"] == "TAPS (1)"
 
 
 async def test_addresses_that_are_not_allowed() -> None:

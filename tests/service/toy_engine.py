@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from engine.api import Item, ItemResult, ModelInfo, Sampling, TokenLogprobs, WarmUp, nothing
+from engine.api import (
+    Item,
+    ItemResult,
+    ModelInfo,
+    Projection,
+    Sampling,
+    TokenLogprobs,
+    WarmUp,
+    nothing,
+)
 from engine.attention.report import AttentionReport, Candidate
 from engine.kv.pool import PagePool, PageTable, PoolStats
 from engine.row_bits import RowBits, as_bits
@@ -55,6 +64,11 @@ def row(prefix: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
     return values[list(taps)].reshape(-1).to(torch.bfloat16)
 
 
+def projected(own: torch.Tensor, width: int) -> torch.Tensor:
+    """What the toy projection makes of a row."""
+    return -own[:width]
+
+
 class ToyEngine:
     """Implements `engine.api.Engine`. `step_s` slows each step, `item_s` each item in it; a
     cleared `gate` holds them."""
@@ -71,10 +85,21 @@ class ToyEngine:
         block: int = 8,
         chunk: int = 32,
         any_thread: bool = False,
+        projection: Projection | None = None,
     ) -> None:
         self.pool = PagePool(pages, page_tokens)
         self.info = ModelInfo(
-            "toy", "toy-fp", "toy-cpu", VOCAB, HIDDEN, LAYERS, max_length, (EOS,), "cpu", "bfloat16"
+            name="toy",
+            fingerprint="toy-fp",
+            numerics="toy-cpu",
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            layer_count=LAYERS,
+            max_length=max_length,
+            eos_token_ids=(EOS,),
+            device="cpu",
+            dtype="bfloat16",
+            projection=projection,
         )
         self.attention = AttentionReport(
             "",
@@ -178,6 +203,9 @@ class ToyEngine:
         rows: Callable[[], RowBits] | None = None
         if item.taps:
             found = [row(kv[: p + 1], item.taps) for p in range(item.start, valid)]
+            if item.projected:
+                assert self.info.projection is not None
+                found = [projected(own, self.info.projection.width) for own in found]
             made = as_bits(torch.stack(found))
             rows = lambda: made  # noqa: E731
         margins = tuple(0.5 for _ in tokens) if item.margins else ()

@@ -305,9 +305,11 @@ def test_accepted_text_is_set_apart() -> None:
 
 
 def test_settings_of_services_pass_through() -> None:
-    extra = parse_extra(["target.kv-memory-mb=64", "draft.methods=ngram"])
+    switches = ["target.project-rows=true", "target.reflection=false"]
+    extra = parse_extra(["target.kv-memory-mb=64", *switches, "draft.methods=ngram"])
     options = LocalOptions(extra=extra)
-    assert options.flags_of("target_svc") == ["--kv-memory-mb", "64"]
+    flags = ["--kv-memory-mb", "64", "--project-rows", "--no-reflection"]
+    assert options.flags_of("target_svc") == flags
     assert options.flags_of("draft_svc") == ["--methods", "ngram"]
     assert options.flags_of("coordinator") == []
 

@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from coordinator.cli import main
+from coordinator.topology_inputs import Workers
 from specwire.v1 import (
     common_pb2,
     draft_pb2,
@@ -350,6 +351,17 @@ def test_a_load_beyond_the_times_is_called_a_guess(plan: Any) -> None:
     notes = json.loads(plan(*given, "--batch", "6")[1])["notes"]
     assert len(notes) == 1 and notes[0].startswith("draft: no times of more than 4 sessions")
     assert len(json.loads(plan(*given, "--batch", "9")[1])["notes"]) == 2
+
+
+def test_rows_are_as_wide_as_these_workers_would_send_them() -> None:
+    offered = common_pb2.RowFormat(width=30, dtype=common_pb2.D_TYPE_BFLOAT16, projection="fp")
+    found = Workers(target=target_pb2.TargetServiceGetInfoResponse(projections=[offered]))
+    rows = common_pb2.RowFormat(width=100, dtype=common_pb2.D_TYPE_BFLOAT16)
+    for name, width, row_bytes in (("fp", 30, 60), ("fp", 0, 200), ("other", 30, 200)):
+        found.drafter = draft_pb2.DrafterInfo(
+            fingerprint=name, projected_width=width, row_format=rows
+        )
+        assert found.row_bytes == row_bytes
 
 
 def test_running_workers_tell_times_rows_and_limits(plan: Any, tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The draft that a target warms up for, where it is not there."""
+"""The draft that a target expects beside it, where it is not there."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.errors import CheckpointError
-from target_svc.draft_layers import draft_layers
+from engine.errors import CheckpointError, SettingRefused
+from target_svc.draft_layers import draft_layers, projected_draft
 from target_svc.settings import TargetSettings
 
 
@@ -13,3 +13,20 @@ def test_a_draft_that_is_not_there_is_named_as_it_was_given() -> None:
     settings = TargetSettings(warm_draft="/nope/draft")
     with pytest.raises(CheckpointError, match="warm_draft is '/nope/draft'; accepted: a local"):
         draft_layers(settings)
+    with pytest.raises(CheckpointError, match="warm_draft is '/nope/draft'"):
+        projected_draft(TargetSettings(warm_draft="/nope/draft", project_rows=True))
+
+
+@pytest.mark.parametrize("settings", [{"warm_draft": ""}, {"model": "/another"}])
+def test_no_draft_is_known_whose_projection_there_could_be(settings: dict[str, str]) -> None:
+    with pytest.raises(
+        SettingRefused, match="project_rows = True is not supported; accepted: false, or with warm"
+    ):
+        projected_draft(TargetSettings(project_rows=True, **settings))
+    assert projected_draft(TargetSettings(**settings)) is None
+
+
+def test_the_shipped_draft_is_found() -> None:
+    found = projected_draft(TargetSettings(project_rows=True))
+    assert found is not None and (found / "model.safetensors").is_file()
+    assert projected_draft(TargetSettings()) is None

@@ -37,6 +37,7 @@ class RowEncoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROW_ENCODING_UNSPECIFIED: _ClassVar[RowEncoding]
     ROW_ENCODING_TAPS: _ClassVar[RowEncoding]
+    ROW_ENCODING_PROJECTED: _ClassVar[RowEncoding]
 EXACTNESS_UNSPECIFIED: Exactness
 EXACTNESS_EXACT: Exactness
 EXACTNESS_FAST: Exactness
@@ -53,6 +54,7 @@ TAP_CONVENTION_UNSPECIFIED: TapConvention
 TAP_CONVENTION_OUTPUT_OF_LAYER: TapConvention
 ROW_ENCODING_UNSPECIFIED: RowEncoding
 ROW_ENCODING_TAPS: RowEncoding
+ROW_ENCODING_PROJECTED: RowEncoding
 
 class SessionKey(_message.Message):
     __slots__ = ("coordinator", "session_id", "generation")
@@ -244,18 +246,20 @@ class WorkerInfo(_message.Message):
     def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class RowFormat(_message.Message):
-    __slots__ = ("encoding", "convention", "tap_ids", "dtype", "width")
+    __slots__ = ("encoding", "convention", "tap_ids", "dtype", "width", "projection")
     ENCODING_FIELD_NUMBER: _ClassVar[int]
     CONVENTION_FIELD_NUMBER: _ClassVar[int]
     TAP_IDS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_FIELD_NUMBER: _ClassVar[int]
     encoding: RowEncoding
     convention: TapConvention
     tap_ids: _containers.RepeatedScalarFieldContainer[int]
     dtype: DType
     width: int
-    def __init__(self, encoding: _Optional[_Union[RowEncoding, str]] = ..., convention: _Optional[_Union[TapConvention, str]] = ..., tap_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., width: _Optional[int] = ...) -> None: ...
+    projection: str
+    def __init__(self, encoding: _Optional[_Union[RowEncoding, str]] = ..., convention: _Optional[_Union[TapConvention, str]] = ..., tap_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., width: _Optional[int] = ..., projection: _Optional[str] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("key", "step_id", "base_len", "ids", "confidences", "timings", "reason", "source")

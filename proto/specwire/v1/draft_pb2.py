@@ -26,15 +26,15 @@ from specwire.v1 import common_pb2 as specwire_dot_v1_dot_common__pb2
 from specwire.v1 import target_pb2 as specwire_dot_v1_dot_target__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specwire/v1/draft.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\x1a\x18specwire/v1/target.proto\"\x1c\n\x1a\x44raftServiceGetInfoRequest\"\xae\x01\n\x1b\x44raftServiceGetInfoResponse\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.specwire.v1.WorkerInfo\x12*\n\x08\x64rafters\x18\x02 \x03(\x0b\x32\x18.specwire.v1.DrafterInfo\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.specwire.v1.DraftLoad\x12\x14\n\x0cpush_address\x18\x04 \x01(\t\"F\n\tDraftLoad\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x13\n\x0bpages_total\x18\x03 \x01(\r\"\xfc\x04\n\x0b\x44rafterInfo\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nneeds_rows\x18\x03 \x01(\x08\x12*\n\nrow_format\x18\x04 \x01(\x0b\x32\x16.specwire.v1.RowFormat\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x19\n\x11max_length_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x1a\n\x12target_hidden_size\x18\x08 \x01(\r\x12\x1a\n\x12target_layer_count\x18\t \x01(\r\x12\x19\n\x11target_vocab_size\x18\n \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x0b \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x0c \x01(\t\x12(\n\tslot_mode\x18\r \x01(\x0e\x32\x15.specwire.v1.SlotMode\x12\x12\n\nblock_size\x18\x0e \x01(\r\x12\x1a\n\rmask_token_id\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x12\n\nrope_style\x18\x10 \x01(\t\x12\x12\n\nrope_theta\x18\x11 \x01(\x02\x12\x14\n\x0crope_scaling\x18\x12 \x01(\t\x12/\n\tattention\x18\x13 \x01(\x0b\x32\x1c.specwire.v1.AttentionReport\x12\x10\n\x08\x64\x32t_hash\x18\x14 \x01(\t\x12\x17\n\x0flayer_attention\x18\x15 \x03(\t\x12\x12\n\nis_default\x18\x16 \x01(\x08\x12$\n\x05\x63osts\x18\x17 \x03(\x0b\x32\x15.specwire.v1.StepCostB\x10\n\x0e_mask_token_id\"@\n\x17\x44raftServiceLinkRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.specwire.v1.DraftItem\"\xbd\x01\n\tDraftItem\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.specwire.v1.OpenDraftH\x00\x12\'\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x14.specwire.v1.AdvanceH\x00\x12*\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x19.specwire.v1.CloseSessionH\x00\x12+\n\theartbeat\x18\x04 \x01(\x0b\x32\x16.specwire.v1.HeartbeatH\x00\x42\x06\n\x04item\"\x85\x02\n\tOpenDraft\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.specwire.v1.Sampling\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x1a\n\x12target_incarnation\x18\x07 \x01(\x06\x12\x1a\n\x12target_fingerprint\x18\x08 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\n \x01(\t\"\xaa\x01\n\x07\x41\x64vance\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0f\n\x07step_id\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\t\n\x01k\x18\x05 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\x12\x12\n\nrows_start\x18\x07 \x01(\r\x12\x12\n\nrows_count\x18\x08 \x01(\r\"\x7f\n\x18\x44raftServiceLinkResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12(\n\x07replies\x18\x02 \x03(\x0b\x32\x17.specwire.v1.DraftReply\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.specwire.v1.DraftLoad\"\xfa\x01\n\nDraftReply\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.specwire.v1.DraftOpenedH\x00\x12)\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.specwire.v1.ProposalH\x00\x12,\n\x07refused\x18\x03 \x01(\x0b\x32\x19.specwire.v1.DraftRefusedH\x00\x12*\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x18.specwire.v1.DraftClosedH\x00\x12\x32\n\rheartbeat_ack\x18\x05 \x01(\x0b\x32\x19.specwire.v1.HeartbeatAckH\x00\x42\x07\n\x05reply\"F\n\x0b\x44raftOpened\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x11\n\thave_rows\x18\x02 \x01(\r\"~\n\x0c\x44raftRefused\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0f\n\x07step_id\x18\x02 \x01(\r\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.specwire.v1.ItemError\x12\x10\n\x08have_len\x18\x04 \x01(\r\"3\n\x0b\x44raftClosed\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\"\x80\x01\n\x13PushFeaturesRequest\x12\x1a\n\x12target_incarnation\x18\x01 \x01(\x06\x12)\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x19.specwire.v1.FeatureChunk\x12\"\n\x04\x61sks\x18\x03 \x03(\x0b\x32\x14.specwire.v1.Advance\"q\n\x0c\x46\x65\x61tureChunk\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0f\n\x07step_id\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\x0c\"g\n\x14PushFeaturesResponse\x12%\n\x04\x61\x63ks\x18\x01 \x03(\x0b\x32\x17.specwire.v1.FeatureAck\x12(\n\x07replies\x18\x02 \x03(\x0b\x32\x17.specwire.v1.DraftReply\"\x80\x01\n\nFeatureAck\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0f\n\x07step_id\x18\x02 \x01(\r\x12\x14\n\x0c\x63redit_bytes\x18\x03 \x01(\r\x12%\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x16.specwire.v1.ItemError*V\n\x08SlotMode\x12\x19\n\x15SLOT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11SLOT_MODE_FILL_IN\x10\x01\x12\x18\n\x14SLOT_MODE_NEXT_TOKEN\x10\x02\x32\x9e\x02\n\x0c\x44raftService\x12\\\n\x07GetInfo\x12\'.specwire.v1.DraftServiceGetInfoRequest\x1a(.specwire.v1.DraftServiceGetInfoResponse\x12W\n\x04Link\x12$.specwire.v1.DraftServiceLinkRequest\x1a%.specwire.v1.DraftServiceLinkResponse(\x01\x30\x01\x12W\n\x0cPushFeatures\x12 .specwire.v1.PushFeaturesRequest\x1a!.specwire.v1.PushFeaturesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specwire/v1/draft.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\x1a\x18specwire/v1/target.proto\"\x1c\n\x1a\x44raftServiceGetInfoRequest\"\xae\x01\n\x1b\x44raftServiceGetInfoResponse\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.specwire.v1.WorkerInfo\x12*\n\x08\x64rafters\x18\x02 \x03(\x0b\x32\x18.specwire.v1.DrafterInfo\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.specwire.v1.DraftLoad\x12\x14\n\x0cpush_address\x18\x04 \x01(\t\"F\n\tDraftLoad\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x13\n\x0bpages_total\x18\x03 \x01(\r\"\x95\x05\n\x0b\x44rafterInfo\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nneeds_rows\x18\x03 \x01(\x08\x12*\n\nrow_format\x18\x04 \x01(\x0b\x32\x16.specwire.v1.RowFormat\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x19\n\x11max_length_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x1a\n\x12target_hidden_size\x18\x08 \x01(\r\x12\x1a\n\x12target_layer_count\x18\t \x01(\r\x12\x19\n\x11target_vocab_size\x18\n \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x0b \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x0c \x01(\t\x12(\n\tslot_mode\x18\r \x01(\x0e\x32\x15.specwire.v1.SlotMode\x12\x12\n\nblock_size\x18\x0e \x01(\r\x12\x1a\n\rmask_token_id\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x12\n\nrope_style\x18\x10 \x01(\t\x12\x12\n\nrope_theta\x18\x11 \x01(\x02\x12\x14\n\x0crope_scaling\x18\x12 \x01(\t\x12/\n\tattention\x18\x13 \x01(\x0b\x32\x1c.specwire.v1.AttentionReport\x12\x10\n\x08\x64\x32t_hash\x18\x14 \x01(\t\x12\x17\n\x0flayer_attention\x18\x15 \x03(\t\x12\x12\n\nis_default\x18\x16 \x01(\x08\x12$\n\x05\x63osts\x18\x17 \x03(\x0b\x32\x15.specwire.v1.StepCost\x12\x17\n\x0fprojected_width\x18\x18 \x01(\rB\x10\n\x0e_mask_token_id\"@\n\x17\x44raftServiceLinkRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.specwire.v1.DraftItem\"\xbd\x01\n\tDraftItem\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.specwire.v1.OpenDraftH\x00\x12\'\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x14.specwire.v1.AdvanceH\x00\x12*\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x19.specwire.v1.CloseSessionH\x00\x12+\n\theartbeat\x18\x04 \x01(\x0b\x32\x16.specwire.v1.HeartbeatH\x00\x42\x06\n\x04item\"\xb5\x02\n\tOpenDraft\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.specwire.v1.Sampling\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x1a\n\x12target_incarnation\x18\x07 \x01(\x06\x12\x1a\n\x12target_fingerprint\x18\x08 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12.\n\x0crow_encoding\x18\x0b \x01(\x0e\x32\x18.specwire.v1.RowEncoding\"\xaa\x01\n\x07\x41\x64vance\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0f\n\x07step_id\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\t\n\x01k\x18\x05 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\x12\x12\n\nrows_start\x18\x07 \x01(\r\x12\x12\n\nrows_count\x18\x08 \x01(\r\"\x7f\n\x18\x44raftServiceLinkResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12(\n\x07replies\x18\x02 \x03(\x0b\x32\x17.specwire.v1.DraftReply\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.specwire.v1.DraftLoad\"\xfa\x01\n\nDraftReply\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.specwire.v1.DraftOpenedH\x00\x12)\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.specwire.v1.ProposalH\x00\x12,\n\x07refused\x18\x03 \x01(\x0b\x32\x19.specwire.v1.DraftRefusedH\x00\x12*\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x18.specwire.v1.DraftClosedH\x00\x12\x32\n\rheartbeat_ack\x18\x05 \x01(\x0b\x32\x19.specwire.v1.HeartbeatAckH\x00\x42\x07\n\x05reply\"F\n\x0b\x44raftOpened\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x11\n\thave_rows\x18\x02 \x01(\r\"~\n\x0c\x44raftRefused\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0f\n\x07step_id\x18\x02 \x01(\r\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.specwire.v1.ItemError\x12\x10\n\x08have_len\x18\x04 \x01(\r\"3\n\x0b\x44raftClosed\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\"\x80\x01\n\x13PushFeaturesRequest\x12\x1a\n\x12target_incarnation\x18\x01 \x01(\x06\x12)\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x19.specwire.v1.FeatureChunk\x12\"\n\x04\x61sks\x18\x03 \x03(\x0b\x32\x14.specwire.v1.Advance\"q\n\x0c\x46\x65\x61tureChunk\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0f\n\x07step_id\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\x0c\"g\n\x14PushFeaturesResponse\x12%\n\x04\x61\x63ks\x18\x01 \x03(\x0b\x32\x17.specwire.v1.FeatureAck\x12(\n\x07replies\x18\x02 \x03(\x0b\x32\x17.specwire.v1.DraftReply\"\x80\x01\n\nFeatureAck\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.specwire.v1.SessionKey\x12\x0f\n\x07step_id\x18\x02 \x01(\r\x12\x14\n\x0c\x63redit_bytes\x18\x03 \x01(\r\x12%\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x16.specwire.v1.ItemError*V\n\x08SlotMode\x12\x19\n\x15SLOT_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11SLOT_MODE_FILL_IN\x10\x01\x12\x18\n\x14SLOT_MODE_NEXT_TOKEN\x10\x02\x32\x9e\x02\n\x0c\x44raftService\x12\\\n\x07GetInfo\x12\'.specwire.v1.DraftServiceGetInfoRequest\x1a(.specwire.v1.DraftServiceGetInfoResponse\x12W\n\x04Link\x12$.specwire.v1.DraftServiceLinkRequest\x1a%.specwire.v1.DraftServiceLinkResponse(\x01\x30\x01\x12W\n\x0cPushFeatures\x12 .specwire.v1.PushFeaturesRequest\x1a!.specwire.v1.PushFeaturesResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specwire.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SLOTMODE']._serialized_start=2822
-  _globals['_SLOTMODE']._serialized_end=2908
+  _globals['_SLOTMODE']._serialized_start=2895
+  _globals['_SLOTMODE']._serialized_end=2981
   _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_start=92
   _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_end=120
   _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_start=123
@@ -42,33 +42,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTLOAD']._serialized_start=299
   _globals['_DRAFTLOAD']._serialized_end=369
   _globals['_DRAFTERINFO']._serialized_start=372
-  _globals['_DRAFTERINFO']._serialized_end=1008
-  _globals['_DRAFTSERVICELINKREQUEST']._serialized_start=1010
-  _globals['_DRAFTSERVICELINKREQUEST']._serialized_end=1074
-  _globals['_DRAFTITEM']._serialized_start=1077
-  _globals['_DRAFTITEM']._serialized_end=1266
-  _globals['_OPENDRAFT']._serialized_start=1269
-  _globals['_OPENDRAFT']._serialized_end=1530
-  _globals['_ADVANCE']._serialized_start=1533
-  _globals['_ADVANCE']._serialized_end=1703
-  _globals['_DRAFTSERVICELINKRESPONSE']._serialized_start=1705
-  _globals['_DRAFTSERVICELINKRESPONSE']._serialized_end=1832
-  _globals['_DRAFTREPLY']._serialized_start=1835
-  _globals['_DRAFTREPLY']._serialized_end=2085
-  _globals['_DRAFTOPENED']._serialized_start=2087
-  _globals['_DRAFTOPENED']._serialized_end=2157
-  _globals['_DRAFTREFUSED']._serialized_start=2159
-  _globals['_DRAFTREFUSED']._serialized_end=2285
-  _globals['_DRAFTCLOSED']._serialized_start=2287
-  _globals['_DRAFTCLOSED']._serialized_end=2338
-  _globals['_PUSHFEATURESREQUEST']._serialized_start=2341
-  _globals['_PUSHFEATURESREQUEST']._serialized_end=2469
-  _globals['_FEATURECHUNK']._serialized_start=2471
-  _globals['_FEATURECHUNK']._serialized_end=2584
-  _globals['_PUSHFEATURESRESPONSE']._serialized_start=2586
-  _globals['_PUSHFEATURESRESPONSE']._serialized_end=2689
-  _globals['_FEATUREACK']._serialized_start=2692
-  _globals['_FEATUREACK']._serialized_end=2820
-  _globals['_DRAFTSERVICE']._serialized_start=2911
-  _globals['_DRAFTSERVICE']._serialized_end=3197
+  _globals['_DRAFTERINFO']._serialized_end=1033
+  _globals['_DRAFTSERVICELINKREQUEST']._serialized_start=1035
+  _globals['_DRAFTSERVICELINKREQUEST']._serialized_end=1099
+  _globals['_DRAFTITEM']._serialized_start=1102
+  _globals['_DRAFTITEM']._serialized_end=1291
+  _globals['_OPENDRAFT']._serialized_start=1294
+  _globals['_OPENDRAFT']._serialized_end=1603
+  _globals['_ADVANCE']._serialized_start=1606
+  _globals['_ADVANCE']._serialized_end=1776
+  _globals['_DRAFTSERVICELINKRESPONSE']._serialized_start=1778
+  _globals['_DRAFTSERVICELINKRESPONSE']._serialized_end=1905
+  _globals['_DRAFTREPLY']._serialized_start=1908
+  _globals['_DRAFTREPLY']._serialized_end=2158
+  _globals['_DRAFTOPENED']._serialized_start=2160
+  _globals['_DRAFTOPENED']._serialized_end=2230
+  _globals['_DRAFTREFUSED']._serialized_start=2232
+  _globals['_DRAFTREFUSED']._serialized_end=2358
+  _globals['_DRAFTCLOSED']._serialized_start=2360
+  _globals['_DRAFTCLOSED']._serialized_end=2411
+  _globals['_PUSHFEATURESREQUEST']._serialized_start=2414
+  _globals['_PUSHFEATURESREQUEST']._serialized_end=2542
+  _globals['_FEATURECHUNK']._serialized_start=2544
+  _globals['_FEATURECHUNK']._serialized_end=2657
+  _globals['_PUSHFEATURESRESPONSE']._serialized_start=2659
+  _globals['_PUSHFEATURESRESPONSE']._serialized_end=2762
+  _globals['_FEATUREACK']._serialized_start=2765
+  _globals['_FEATUREACK']._serialized_end=2893
+  _globals['_DRAFTSERVICE']._serialized_start=2984
+  _globals['_DRAFTSERVICE']._serialized_end=3270
 # @@protoc_insertion_point(module_scope)

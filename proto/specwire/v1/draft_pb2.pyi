@@ -45,7 +45,7 @@ class DraftLoad(_message.Message):
     def __init__(self, sessions: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ...) -> None: ...
 
 class DrafterInfo(_message.Message):
-    __slots__ = ("method", "name", "needs_rows", "row_format", "max_draft_tokens", "max_length_tokens", "fingerprint", "target_hidden_size", "target_layer_count", "target_vocab_size", "target_fingerprint", "tokenizer_hash", "slot_mode", "block_size", "mask_token_id", "rope_style", "rope_theta", "rope_scaling", "attention", "d2t_hash", "layer_attention", "is_default", "costs")
+    __slots__ = ("method", "name", "needs_rows", "row_format", "max_draft_tokens", "max_length_tokens", "fingerprint", "target_hidden_size", "target_layer_count", "target_vocab_size", "target_fingerprint", "tokenizer_hash", "slot_mode", "block_size", "mask_token_id", "rope_style", "rope_theta", "rope_scaling", "attention", "d2t_hash", "layer_attention", "is_default", "costs", "projected_width")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NEEDS_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class DrafterInfo(_message.Message):
     LAYER_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     IS_DEFAULT_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    PROJECTED_WIDTH_FIELD_NUMBER: _ClassVar[int]
     method: str
     name: str
     needs_rows: bool
@@ -92,7 +93,8 @@ class DrafterInfo(_message.Message):
     layer_attention: _containers.RepeatedScalarFieldContainer[str]
     is_default: bool
     costs: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepCost]
-    def __init__(self, method: _Optional[str] = ..., name: _Optional[str] = ..., needs_rows: bool = ..., row_format: _Optional[_Union[_common_pb2.RowFormat, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., max_length_tokens: _Optional[int] = ..., fingerprint: _Optional[str] = ..., target_hidden_size: _Optional[int] = ..., target_layer_count: _Optional[int] = ..., target_vocab_size: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., slot_mode: _Optional[_Union[SlotMode, str]] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., rope_style: _Optional[str] = ..., rope_theta: _Optional[float] = ..., rope_scaling: _Optional[str] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., d2t_hash: _Optional[str] = ..., layer_attention: _Optional[_Iterable[str]] = ..., is_default: bool = ..., costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ...) -> None: ...
+    projected_width: int
+    def __init__(self, method: _Optional[str] = ..., name: _Optional[str] = ..., needs_rows: bool = ..., row_format: _Optional[_Union[_common_pb2.RowFormat, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., max_length_tokens: _Optional[int] = ..., fingerprint: _Optional[str] = ..., target_hidden_size: _Optional[int] = ..., target_layer_count: _Optional[int] = ..., target_vocab_size: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., slot_mode: _Optional[_Union[SlotMode, str]] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., rope_style: _Optional[str] = ..., rope_theta: _Optional[float] = ..., rope_scaling: _Optional[str] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., d2t_hash: _Optional[str] = ..., layer_attention: _Optional[_Iterable[str]] = ..., is_default: bool = ..., costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ..., projected_width: _Optional[int] = ...) -> None: ...
 
 class DraftServiceLinkRequest(_message.Message):
     __slots__ = ("items",)
@@ -113,7 +115,7 @@ class DraftItem(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenDraft, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., close: _Optional[_Union[_target_pb2.CloseSession, _Mapping]] = ..., heartbeat: _Optional[_Union[_target_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
-    __slots__ = ("key", "method", "ids", "sampling", "max_draft_tokens", "lease_ms", "target_incarnation", "target_fingerprint", "deadline_ms", "traceparent")
+    __slots__ = ("key", "method", "ids", "sampling", "max_draft_tokens", "lease_ms", "target_incarnation", "target_fingerprint", "deadline_ms", "traceparent", "row_encoding")
     KEY_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +126,7 @@ class OpenDraft(_message.Message):
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ROW_ENCODING_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.SessionKey
     method: str
     ids: bytes
@@ -134,7 +137,8 @@ class OpenDraft(_message.Message):
     target_fingerprint: str
     deadline_ms: int
     traceparent: str
-    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., method: _Optional[str] = ..., ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ..., target_incarnation: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    row_encoding: _common_pb2.RowEncoding
+    def __init__(self, key: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., method: _Optional[str] = ..., ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ..., target_incarnation: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., row_encoding: _Optional[_Union[_common_pb2.RowEncoding, str]] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("key", "step_id", "base_len", "tokens", "k", "deadline_ms", "rows_start", "rows_count")

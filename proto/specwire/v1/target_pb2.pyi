@@ -13,7 +13,7 @@ class TargetServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TargetServiceGetInfoResponse(_message.Message):
-    __slots__ = ("worker", "model", "attention", "tap_layer_count", "row_encodings", "row_dtype", "drive", "contract_levels", "numerics_fingerprint", "default_exactness", "max_draft_tokens", "page_size_tokens", "load", "costs")
+    __slots__ = ("worker", "model", "attention", "tap_layer_count", "row_encodings", "row_dtype", "drive", "contract_levels", "numerics_fingerprint", "default_exactness", "max_draft_tokens", "page_size_tokens", "load", "costs", "projections")
     class Drive(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DRIVE_UNSPECIFIED: _ClassVar[TargetServiceGetInfoResponse.Drive]
@@ -36,6 +36,7 @@ class TargetServiceGetInfoResponse(_message.Message):
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    PROJECTIONS_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerInfo
     model: _common_pb2.ModelInfo
     attention: _common_pb2.AttentionReport
@@ -50,7 +51,8 @@ class TargetServiceGetInfoResponse(_message.Message):
     page_size_tokens: int
     load: TargetLoad
     costs: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepCost]
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerInfo, _Mapping]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., tap_layer_count: _Optional[int] = ..., row_encodings: _Optional[_Iterable[_Union[_common_pb2.RowEncoding, str]]] = ..., row_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., drive: _Optional[_Union[TargetServiceGetInfoResponse.Drive, str]] = ..., contract_levels: _Optional[_Iterable[str]] = ..., numerics_fingerprint: _Optional[str] = ..., default_exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., max_draft_tokens: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., load: _Optional[_Union[TargetLoad, _Mapping]] = ..., costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ...) -> None: ...
+    projections: _containers.RepeatedCompositeFieldContainer[_common_pb2.RowFormat]
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerInfo, _Mapping]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., attention: _Optional[_Union[_common_pb2.AttentionReport, _Mapping]] = ..., tap_layer_count: _Optional[int] = ..., row_encodings: _Optional[_Iterable[_Union[_common_pb2.RowEncoding, str]]] = ..., row_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., drive: _Optional[_Union[TargetServiceGetInfoResponse.Drive, str]] = ..., contract_levels: _Optional[_Iterable[str]] = ..., numerics_fingerprint: _Optional[str] = ..., default_exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., max_draft_tokens: _Optional[int] = ..., page_size_tokens: _Optional[int] = ..., load: _Optional[_Union[TargetLoad, _Mapping]] = ..., costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ..., projections: _Optional[_Iterable[_Union[_common_pb2.RowFormat, _Mapping]]] = ...) -> None: ...
 
 class TargetLoad(_message.Message):
     __slots__ = ("sessions", "waiting", "pages_free", "pages_total", "pages_cached", "preempted")
