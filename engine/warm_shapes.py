@@ -62,6 +62,9 @@ def shapes(
         return (True, False) if sessions == 1 else (False,)  # exact items run alone
 
     yield from _launched(chunk, modes)
+    if wanted.projected:  # its product has tiles of its own
+        for rows in prompt_rows(chunk):
+            yield replace(Shape(1, rows, 1, launched=True), taps=wanted.exports, projected=True)
     yield from _prompts(stepper, wanted, chunk, modes, longest)
     held = stepper.shapes(wanted.sessions, wanted.widest)
     for sessions, rows in reversed(stepper.shapes(_MOST_ROWS, wanted.widest)):

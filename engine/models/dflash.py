@@ -154,12 +154,6 @@ class DFlashModel:
     def write_contexts(self, writes: Sequence[ContextRows]) -> None:
         """The same for several sessions, each at most once, with one product for all whose rows are
         alike."""
-        for projected in (False, True):
-            if alike := [write for write in writes if write.projected is projected]:
-                self._write_alike(alike, projected)
-
-    def _write_alike(self, writes: Sequence[ContextRows], projected: bool) -> None:
-        positions: list[int] = []
         for write in writes:
             first, count = write.start - write.origin, write.rows.shape[0]
             assert 0 <= first <= write.table.length, (
@@ -167,19 +161,25 @@ class DFlashModel:
             )
             write.table.truncate(first)
             write.table.reserve(first + count)
-            positions += range(write.start, write.start + count)
         self.memory.pages.copy_pages()
+        for projected in (False, True):
+            if alike := [write for write in writes if write.projected is projected]:
+                self._write_alike(alike, projected)
+        for write in writes:
+            write.table.length = write.start - write.origin + write.rows.shape[0]
+
+    def _write_alike(self, writes: Sequence[ContextRows], projected: bool) -> None:
+        positions: list[int] = []
         slots: list[int] = []
         for write in writes:
             first, count = write.start - write.origin, write.rows.shape[0]
+            positions += range(write.start, write.start + count)
             slots += slots_of(write.table.pages, self.pool.page_tokens, first, count)
         if self._upload is not None:
             self.write_rows(*self._upload(writes, positions, slots), projected)
         else:
             rows = torch.cat([write.rows.float() for write in writes])
             self.write_rows(rows, torch.tensor(positions), torch.tensor(slots), projected)
-        for write in writes:
-            write.table.length = write.start - write.origin + write.rows.shape[0]
 
     @torch.inference_mode()
     def write_rows(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine import warm_shapes
-from engine.api import Item, Sampling, WarmUp
+from engine.api import Item, Projection, Sampling, WarmUp
 from engine.block_words import Blocks
 from engine.errors import SettingRefused
 from engine.graphs import up_to
@@ -71,6 +73,34 @@ def test_no_step_of_a_session_captures_again() -> None:
                     assert found == 0, (sessions, rows, sampling, taps)
     assert once_ns_of(engine, 5, 1) and once_ns_of(engine, 1, 9)
     assert once_ns_of(engine, 1, 1, taps=(3,))
+
+
+class FreeProjection:
+    """A projection of no weights; `rows` of each call."""
+
+    info = Projection("draft", (1, 2), 4)
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __call__(self, taps: tuple[int, ...], tap_rows: Tensor) -> Tensor:
+        self.rows.append(len(tap_rows))
+        return torch.zeros(len(tap_rows), self.info.width, dtype=torch.bfloat16)
+
+
+def test_no_step_of_projected_rows_captures_again() -> None:
+    engine, _ = engine_of()
+    engine._projecting = own = FreeProjection()  # type: ignore[assignment]
+    engine._info = replace(engine.info, projection=own.info)
+    engine.warm_up(WarmUp(sessions=2, widest=4, exports=(1, 2), projected=True))
+    # Chunks that are launched too, of every size that has tiles of its own.
+    assert set(prompt_rows(engine.info.prefill_chunk)) <= set(own.rows)
+    for sessions, rows, sampling in product((1, 2), (1, 3, 4), (GREEDY, FILTERED)):
+        options = {"sampling": sampling, "taps": (1, 2)}
+        assert once_ns_of(engine, sessions, rows, **options, projected=True) == 0
+        assert once_ns_of(engine, sessions, rows, sampling=sampling) == 0
+    # Rows of the layers are those of another draft.
+    assert once_ns_of(engine, 1, 1, taps=(1, 2))
 
 
 def test_no_prompt_beside_blocks_captures_again() -> None:
