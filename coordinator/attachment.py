@@ -12,6 +12,7 @@ from coordinator.draft_session import end
 from coordinator.drafters import COLOCATED, SEPARATE
 from coordinator.offers import Choice
 from coordinator.opening import Opening
+from coordinator.row_format import row_format
 from specwire.v1 import common_pb2
 
 # Tries to attach again are at least this far apart.
@@ -80,8 +81,12 @@ class Attachment(Opening):
         return worth
 
     def _opens_target(self, choice: Choice) -> bool:
-        reads = choice.drafter.needs_rows and self._rows_at is not choice.worker
-        return reads or choice.placement == COLOCATED
+        if choice.placement == COLOCATED:
+            return True
+        # A draft service that comes back may read others than it did.
+        rows = row_format(self.target.info, choice.drafter)
+        sent = self._rows_at is choice.worker and self._sent == rows
+        return choice.drafter.needs_rows and not sent
 
     def _begin_reattach(self, ids: list[int]) -> bool:
         choice = self.choice

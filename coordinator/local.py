@@ -289,6 +289,7 @@ def parse_extra(values: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...
         if not (equals and dot and flag and room in rooms):
             raise SpecwireError.field("--set", value, "target|draft|coordinator.FLAG=VALUE")
         switches = {"true": f"--{flag}", "false": f"--no-{flag}"}
-        flags = (switches[given],) if given in switches else (f"--{flag}", given)
+        switch = switches.get(given.lower())
+        flags = (switch,) if switch else (f"--{flag}", given)
         found.append((rooms[room], flags))
     return tuple(found)

@@ -31,6 +31,8 @@ class Opening(Following):
     ) -> None:
         super().__init__(group, target, sampling, k, deadline, record, adaptive, ends_at)
         self.given_up = wanted is None
+        # Of the rows that the target was opened to send.
+        self._sent = common_pb2.RowFormat()
         # Whether the drafter is in the target's process: it needs no opening, and sees the session.
         self.colocated = False
         # Slack for the first proposal, which takes in the whole context.
@@ -104,7 +106,7 @@ class Opening(Following):
         if choice is None or self.colocated or not choice.drafter.needs_rows:
             return None
         assert isinstance(choice.worker, DraftWorker)
-        self._rows_at = choice.worker
+        self._rows_at, self._sent = choice.worker, self.rows
         return target_pb2.PushTo(
             address=choice.worker.push_address,
             draft_incarnation=choice.worker.link.incarnation,

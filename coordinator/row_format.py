@@ -9,8 +9,13 @@ def row_format(
     target: target_pb2.TargetServiceGetInfoResponse | None, drafter: draft_pb2.DrafterInfo
 ) -> common_pb2.RowFormat:
     """What the drafter's own `fc` and norm make of the layers' outputs, where the target has those
-    of just this draft: as many times fewer bytes as there are layers. Else the outputs."""
+    of just this draft and they are narrower. Else the outputs."""
     for offered in target.projections if target is not None else ():
-        if drafter.projected_width == offered.width and drafter.fingerprint == offered.projection:
+        known = offered.encoding == common_pb2.ROW_ENCODING_PROJECTED
+        its_own = (offered.projection, offered.width) == (
+            drafter.fingerprint,
+            drafter.projected_width,
+        )
+        if known and its_own and offered.width < drafter.row_format.width:
             return offered
     return drafter.row_format

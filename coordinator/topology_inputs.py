@@ -220,7 +220,7 @@ def work(
 
 
 def row_bytes(workers: Workers, target: Footprint | None, draft: Footprint | None) -> int:
-    """Of one row: what the workers say, or the checkpoints; 0: the draft reads none."""
-    if workers.row_bytes or target is None or draft is None:
-        return workers.row_bytes
-    return draft.row_bytes(target)
+    """Of one row: what the checkpoints say, or the workers; 0: the draft reads none."""
+    if target is not None and draft is not None:
+        return draft.row_bytes(target)
+    return workers.row_bytes

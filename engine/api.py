@@ -201,7 +201,6 @@ class WarmUp:
     widest    most rows of a session's block
     exports   layers whose rows sessions will ask for, as `Item.taps`: graphs of such steps, and of
               those without only for one and two sessions
-    projected  as `Item.projected` has it
     apart     a co-located drafter keeps no context for some sessions
     stopped   asked between two steps: whether to leave the rest out, since nobody will be served
     """
@@ -209,7 +208,6 @@ class WarmUp:
     sessions: int
     widest: int
     exports: tuple[int, ...] = ()
-    projected: bool = False
     apart: bool = False
     stopped: Callable[[], bool] = field(default=never, compare=False)
 

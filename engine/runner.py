@@ -257,7 +257,8 @@ class NativeEngine:
             late: Callable[[], RowBits] | None = None
             scores: tuple[TokenLogprobs, ...] = ()
             own = rows.projected if item.projected else rows.taps
-            if item.taps and own is not None:
+            if item.taps:
+                assert own is not None
                 late = self._late_rows(placed, taps, own, valid)
             if item.prompt_logprobs is not None:
                 assert rows.taps is not None

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from engine.api import Engine, Item, ItemResult, ModelInfo, Sampling, WarmUp
+from engine.api import Engine, Item, ItemResult, Sampling, WarmUp
 from engine.compiling import compile_first
 from engine.device_step import DeviceStepper
 from engine.errors import SettingRefused
@@ -34,10 +34,12 @@ class Step(Protocol):
 
 def run(engine: Engine, stepper: DeviceStepper, wanted: WarmUp, chunk: int, step: Step) -> int:
     """See `Engine.warm_up`. `chunk`: most rows of a prompt in one step."""
-    _check_exports(wanted, engine.info)
+    _check_exports(wanted.exports, engine.info.layer_count)
     began = time.perf_counter()
     longest = engine.info.max_length
-    every = shapes(stepper, wanted, chunk, engine.rows_independent, longest)
+    projection = engine.info.projection
+    projected = projection.taps if projection is not None else ()
+    every = shapes(stepper, wanted, chunk, engine.rows_independent, longest, projected)
     held = [shape for shape in every if shape.start + shape.rows <= longest]
 
     def launched(items: Sequence[Item], *, capture: bool) -> Sequence[ItemResult]:
@@ -63,10 +65,7 @@ def _meet_all(engine: Engine, held: Sequence[Shape], step: Step, wanted: WarmUp)
     return count
 
 
-def _check_exports(wanted: WarmUp, info: ModelInfo) -> None:
-    exports, layers = wanted.exports, info.layer_count
-    projection = info.projection
-    assert not wanted.projected or (projection is not None and exports == projection.taps)
+def _check_exports(exports: tuple[int, ...], layers: int) -> None:
     if list(exports) != sorted(set(exports) & set(range(layers))):
         raise SettingRefused("warm_taps", exports, f"layers 0 to {layers - 1}, rising")
 

@@ -51,10 +51,15 @@ Modes = Callable[[int, int], Sequence[bool]]
 
 
 def shapes(
-    stepper: DeviceStepper, wanted: WarmUp, chunk: int, independent: bool, longest: int
+    stepper: DeviceStepper,
+    wanted: WarmUp,
+    chunk: int,
+    independent: bool,
+    longest: int,
+    projected: tuple[int, ...] = (),
 ) -> Iterator[Shape]:
     """Prompts, then blocks, the largest first: the others find the memory that it took. `longest`:
-    most tokens of a session."""
+    most tokens of a session. `projected`: layers of the engine's projection."""
 
     def modes(sessions: int, rows: int) -> Sequence[bool]:
         if independent:
@@ -62,10 +67,10 @@ def shapes(
         return (True, False) if sessions == 1 else (False,)  # exact items run alone
 
     yield from _launched(chunk, modes)
-    if wanted.projected:  # its product has tiles of its own
+    if projected:  # its product has tiles of its own
         for rows in prompt_rows(chunk):
-            yield replace(Shape(1, rows, 1, launched=True), taps=wanted.exports, projected=True)
-    yield from _prompts(stepper, wanted, chunk, modes, longest)
+            yield replace(Shape(1, rows, 1, launched=True), taps=projected, projected=True)
+    yield from _prompts(stepper, wanted, chunk, modes, longest, projected)
     held = stepper.shapes(wanted.sessions, wanted.widest)
     for sessions, rows in reversed(stepper.shapes(_MOST_ROWS, wanted.widest)):
         if (sessions, rows) not in held and sessions * rows <= _MOST_ROWS:
@@ -73,17 +78,17 @@ def shapes(
                 yield Shape(sessions, rows, rows, exact=exact, captured=False)
     for sessions, rows in reversed(held):
         for exact in modes(sessions, rows):
-            for taps, drafted, filtered in _kinds(wanted, sessions):
-                yield replace(
-                    Shape(sessions, rows, rows, filtered=filtered, exact=exact),
-                    taps=taps,
-                    projected=wanted.projected and bool(taps),
-                    drafted=drafted,
-                )
+            for kind in _kinds(wanted, sessions, projected):
+                yield replace(kind, sessions=sessions, rows=rows, draws=rows, exact=exact)
 
 
 def _prompts(
-    stepper: DeviceStepper, wanted: WarmUp, chunk: int, modes: Modes, longest: int
+    stepper: DeviceStepper,
+    wanted: WarmUp,
+    chunk: int,
+    modes: Modes,
+    longest: int,
+    projected: tuple[int, ...],
 ) -> Iterator[Shape]:
     """Prompts as graphs hold them, up to a chunk beside the blocks of all sessions."""
     beside = wanted.sessions * wanted.widest
@@ -97,13 +102,14 @@ def _prompts(
             for exact in modes(shape.sessions, shape.rows):
                 yield replace(shape, exact=exact, captured=False)
     # Whether rows have filters is no matter here.
-    kinds = dict.fromkeys((taps, drafted) for taps, drafted, _ in _kinds(wanted, 1))
+    kinds = [kind for kind in _kinds(wanted, 1, projected) if not kind.filtered]
     for room in reversed(held):
         shape = _prompt(room, longest)
         for exact in modes(shape.sessions, shape.rows):
-            for taps, drafted in kinds:
-                projected = wanted.projected and bool(taps)
-                yield replace(shape, exact=exact, taps=taps, projected=projected, drafted=drafted)
+            for kind in kinds:
+                yield replace(
+                    kind, sessions=shape.sessions, rows=shape.rows, draws=shape.draws, exact=exact
+                )
 
 
 def _prompt(room: Room, longest: int) -> Shape:
@@ -138,12 +144,16 @@ def prompt_rows(chunk: int) -> list[int]:
     return sorted({size for size in sizes if size <= chunk} | {chunk + chunk // 4})
 
 
-def _kinds(wanted: WarmUp, sessions: int) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
-    """Layers whose rows are asked for, whether a co-located drafter reads its own, and whether rows
-    have filters."""
-    every = not wanted.exports or sessions <= _FEW_SESSIONS
+def _kinds(wanted: WarmUp, sessions: int, projected: tuple[int, ...]) -> Iterator[Shape]:
+    """Which rows are asked for, whether a co-located drafter reads its own, and whether rows have
+    filters; sizes are to be set."""
+    through = [(projected, True)] if projected else []
+    exports = dict.fromkeys((*through, (wanted.exports, False), ((), False)))
+    every = len(exports) == 1 or sessions <= _FEW_SESSIONS
     for drafted in (True, False) if wanted.apart else (True,):
-        for taps in dict.fromkeys((wanted.exports, ())):
+        for taps, own in exports:
             for filtered in (False, True):
                 if every or not filtered:
-                    yield taps, drafted, filtered
+                    yield Shape(
+                        0, 0, 0, filtered=filtered, taps=taps, projected=own, drafted=drafted
+                    )

@@ -34,18 +34,16 @@ def prepared(
     """Warms the engine up where kernels are compiled, then measures it: a step that is met for the
     first time says nothing. What is left once it is `stopped` is left out. Raises SETTINGS_INVALID,
     CheckpointError, BackendUnavailable."""
-    taps, layers, projection = settings.warm_taps, engine.info.layer_count, engine.info.projection
+    taps, layers = settings.warm_taps, engine.info.layer_count
     if taps and taps[-1] >= layers:  # here, where a CPU looks too, though it would not use them
         accepted = f"layers of the model, 0 to {layers - 1}, rising"
         raise SpecwireError.field("warm_taps", list(taps), accepted, Reason.SETTINGS_INVALID)
     if settings.warm_sessions and engine.info.device != "cpu":
-        exports = draft_layers(settings)
         engine.warm_up(
             WarmUp(
                 sessions=max(settings.warm_sessions, *_SESSIONS),
                 widest=max(settings.max_draft_tokens + 1, *_ROWS),
-                exports=exports,
-                projected=projection is not None and projection.taps == exports,
+                exports=draft_layers(settings),
                 apart=colocated and settings.draft_context == "own",
                 stopped=stopped,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,6 +33,8 @@ def load(target: Path, draft: Path, kernels: str) -> NativeEngine:
     config = EngineConfig(
         model=str(target), dtype="float32", kv_pages=16, max_length=64, kernels=kernels
     )
+    if kernels == "triton":
+        config = replace(config, attention_backend="TRITON_ATTN")
     return load_engine(config, projected=draft)
 
 
@@ -92,7 +95,26 @@ def check_rows(kernels: str = "triton") -> None:
             table.truncate(0)
         token = engine.step(prompts)[0].tokens[-1]
         together(engine, draft, [token, 3, 4], tables)
+        for table in tables:
+            table.truncate(len(PROMPT))
+        raw_first(engine, draft, [token, 3], tables[:2])
+        if stepper is not None:
+            assert len(stepper._graphs.keys) > 4
         scored(engine, draft, engine.allocate(0))
+
+
+def raw_first(
+    engine: NativeEngine, draft: Path, ids: Sequence[int], tables: list[PageTable]
+) -> None:
+    """A shape is met with tap rows, then with projected ones: they are steps of their own."""
+    info = engine.info.projection
+    assert info is not None
+    raw = [Item(t, ids, len(PROMPT), len(ids), GREEDY, taps=info.taps) for t in tables]
+    for items in (raw, raw[:1]):
+        rows = [found.rows for found in engine.step(items)]
+        made = engine.step([item._replace(projected=True) for item in items])
+        for before, after in zip(rows, made, strict=True):
+            assert before is not None and close(after, projected(draft, before))
 
 
 def scored(engine: NativeEngine, draft: Path, table: PageTable) -> None:

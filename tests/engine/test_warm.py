@@ -92,15 +92,16 @@ def test_no_step_of_projected_rows_captures_again() -> None:
     engine, _ = engine_of()
     engine._projecting = own = FreeProjection()  # type: ignore[assignment]
     engine._info = replace(engine.info, projection=own.info)
-    engine.warm_up(WarmUp(sessions=2, widest=4, exports=(1, 2), projected=True))
+    engine.warm_up(WarmUp(sessions=2, widest=4, exports=(1, 2)))
     # Chunks that are launched too, of every size that has tiles of its own.
     assert set(prompt_rows(engine.info.prefill_chunk)) <= set(own.rows)
     for sessions, rows, sampling in product((1, 2), (1, 3, 4), (GREEDY, FILTERED)):
         options = {"sampling": sampling, "taps": (1, 2)}
         assert once_ns_of(engine, sessions, rows, **options, projected=True) == 0
+        # Tap rows are another draft's, which may read the same layers.
+        assert once_ns_of(engine, sessions, rows, **options) == 0
         assert once_ns_of(engine, sessions, rows, sampling=sampling) == 0
-    # Rows of the layers are those of another draft.
-    assert once_ns_of(engine, 1, 1, taps=(1, 2))
+    assert once_ns_of(engine, 1, 1, taps=(1, 3))
 
 
 def test_no_prompt_beside_blocks_captures_again() -> None:
@@ -216,17 +217,24 @@ def test_more_sessions_are_compiled_for_but_not_captured(monkeypatch: pytest.Mon
 
 
 def test_sessions_that_are_not_drafted_for_have_graphs_of_their_own() -> None:
+    def kinds(wanted: WarmUp, sessions: int, projected: tuple[int, ...] = ()) -> list[Any]:
+        found = warm_shapes._kinds(wanted, sessions, projected)
+        return [(kind.taps, kind.projected, kind.drafted, kind.filtered) for kind in found]
+
     wanted, taps = WarmUp(sessions=8, widest=1, exports=(0, 1), apart=True), (0, 1)
-    assert list(warm_shapes._kinds(wanted, 2)) == [
-        (which, drafted, filtered)
+    assert kinds(wanted, 2) == [
+        (which, False, drafted, filtered)
         for drafted in (True, False)
         for which in (taps, ())
         for filtered in (False, True)
     ]
-    assert list(warm_shapes._kinds(wanted, 4)) == [
-        (which, drafted, False) for drafted in (True, False) for which in (taps, ())
+    assert kinds(wanted, 4) == [
+        (which, False, drafted, False) for drafted in (True, False) for which in (taps, ())
     ]
-    assert list(warm_shapes._kinds(WarmUp(8, 1), 8)) == [((), True, False), ((), True, True)]
+    assert kinds(WarmUp(8, 1), 8) == [((), False, True, False), ((), False, True, True)]
+    # Projected rows beside tap rows, which another draft may read.
+    both = [((2, 3), True), (taps, False), ((), False)]
+    assert kinds(WarmUp(8, 1, taps), 8, (2, 3)) == [(*rows, True, False) for rows in both]
 
 
 @pytest.mark.parametrize(("independent", "modes"), [(True, {True}), (False, {False})])

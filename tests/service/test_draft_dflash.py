@@ -209,6 +209,23 @@ def test_context_may_begin_late(method: DFlashMethod, loaded: LoadedDraft) -> No
     method.close(context)
 
 
+def test_projected_rows_that_are_rolled_back(method: DFlashMethod, loaded: LoadedDraft) -> None:
+    """Written when somebody asks: what waits, and what is left of it, are projected rows still."""
+    rows = random_rows(30)
+    values = torch.from_numpy(rows.copy()).view(torch.bfloat16)
+    made = loaded.model._project(values).bfloat16().view(torch.uint16).numpy()
+    context = method.open(list(range(20)), Sampling(temperature=0.0))
+    method.update(context, 20, [3], [RowBlock(0, made[:20], projected=True)])
+    method.update(context, 17, [8], [RowBlock(16, made[16:17], projected=True)])
+    method.update(context, 18, [9], [RowBlock(16, made[16:18], projected=True).clip(17, 18)])
+    (draft,) = method.propose([Request(context, 7)])
+    expected = direct_logits(loaded, np.concatenate([rows[:16], rows[16:18]]), 9, 18)
+    # Near what tap rows give: their values are rounded once more.
+    tokens = torch.tensor(draft.ids)
+    assert (expected.gather(1, tokens[:, None])[:, 0] > expected.amax(-1) - 0.5).all()
+    method.close(context)
+
+
 def test_truncation_and_rounds_without_a_proposal(
     method: DFlashMethod, loaded: LoadedDraft
 ) -> None:

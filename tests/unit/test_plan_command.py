@@ -354,7 +354,9 @@ def test_a_load_beyond_the_times_is_called_a_guess(plan: Any) -> None:
 
 
 def test_rows_are_as_wide_as_these_workers_would_send_them() -> None:
-    offered = common_pb2.RowFormat(width=30, dtype=common_pb2.D_TYPE_BFLOAT16, projection="fp")
+    offered = common_pb2.RowFormat(
+        encoding=2, width=30, dtype=common_pb2.D_TYPE_BFLOAT16, projection="fp"
+    )
     found = Workers(target=target_pb2.TargetServiceGetInfoResponse(projections=[offered]))
     rows = common_pb2.RowFormat(width=100, dtype=common_pb2.D_TYPE_BFLOAT16)
     for name, width, row_bytes in (("fp", 30, 60), ("fp", 0, 200), ("other", 30, 200)):
