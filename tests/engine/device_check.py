@@ -14,7 +14,7 @@ if "--cuda" not in sys.argv:
 from engine.api import Item, Sampling
 from engine.models.loose_kernels import LooseKernels
 from engine.runner import NativeEngine
-from tests.engine.interpreter import make_quicker
+from tests.engine.interpreter import prepare
 from tests.engine.tiny import load_tiny, write_model
 
 DEVICE = "cuda" if "--cuda" in sys.argv else "cpu"
@@ -69,7 +69,7 @@ def chosen_on_the_host(engine: NativeEngine) -> None:
 
 def main() -> None:
     if DEVICE == "cpu":
-        make_quicker()
+        prepare()
     with tempfile.TemporaryDirectory() as scratch:
         write_model(Path(scratch), "qwen3", head_dim=16, num_hidden_layers=3)
         options = {"device": DEVICE, "kv_pages": 16, "max_length": 64}

@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.engine.interpreter import make_quicker
+from tests.engine.interpreter import prepare
 
 
 def run(module: str, *only: str) -> dict[str, str]:
@@ -29,7 +29,7 @@ def run(module: str, *only: str) -> dict[str, str]:
 
 
 def main() -> None:
-    make_quicker()
+    prepare()
     module, found = importlib.import_module(sys.argv[1]), {}
     names = sys.argv[2:] or [name for name in vars(module) if name.startswith("check_")]
     for name in names:

@@ -1,15 +1,33 @@
-"""Triton's interpreter without detours that take most of its time."""
+"""Triton's interpreter without detours that take most of its time, and with products whose rows do
+not depend on where in a tile they are, as on a GPU."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 
-def make_quicker() -> None:
-    """For a process that only interprets; what is computed and what is refused stay the same."""
+
+def prepare() -> None:
+    """For a process that only interprets; what is refused stays the same."""
+    _multiply_by_row()
     _prepare_once()
     _look_for_no_overflow()
     _remember_types()
+
+
+def _multiply_by_row() -> None:
+    """BLAS sums the last rows of a tile in another order on some CPUs (those without AVX-512), so
+    that no step would be exact there; one call for each row knows no last ones."""
+    from triton.runtime import interpreter
+
+    def matmul(a: Any, b: Any, **kwargs: Any) -> Any:
+        return np.matmul(a[..., :, None, :], b[..., None, :, :], **kwargs)[..., 0, :]
+
+    numpy = ModuleType("numpy")
+    vars(numpy).update(vars(np) | {"matmul": matmul})
+    interpreter.np = numpy  # type: ignore[attr-defined]
 
 
 def _prepare_once() -> None:

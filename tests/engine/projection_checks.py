@@ -1,5 +1,8 @@
-"""Rows through a draft's `fc` and norm, against the equation in fp64; `interpreted` runs the check
-of Triton's kernels, with graphs."""
+"""Rows through a draft's `fc` and norm, against the equation in fp64.
+
+python -m tests.engine.projection_checks     on a GPU with graphs; test_projected_rows.py runs the
+check under the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from engine.api import Item, ItemResult, Sampling
 from engine.config import EngineConfig
+from engine.graphs import StepGraphs
 from engine.kv.pool import PageTable
 from engine.loading import load_engine
 from engine.runner import NativeEngine
@@ -22,6 +26,7 @@ from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.test_dialects import CASES
 from tests.engine.tiny import write_llama
 
+ON_GPU = torch.cuda.is_available()
 GREEDY = Sampling(temperature=0.0)
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -31,8 +36,9 @@ def load(target: Path, draft: Path, kernels: str) -> NativeEngine:
     write_llama(target)
     CASES["zlab"].write(draft, target)
     config = EngineConfig(
-        model=str(target), dtype="float32", kv_pages=16, max_length=64, kernels=kernels
-    )
+        model=str(target), dtype="float32", kv_pages=16, max_length=64, kernels=kernels,
+        device="cuda" if ON_GPU else "cpu",
+    )  # fmt: skip
     if kernels == "triton":
         config = replace(config, attention_backend="TRITON_ATTN")
     return load_engine(config, projected=draft)
@@ -87,7 +93,7 @@ def check_rows(kernels: str = "triton") -> None:
         info, stepper = engine.info.projection, engine._stepper
         assert info is not None and info.taps == (0, 2)
         if stepper is not None:
-            stepper._graphs = FakeGraphs()
+            stepper._graphs = StepGraphs("step", True) if ON_GPU else FakeGraphs()
         tables = [engine.allocate(0) for _ in range(3)]
         prompts = [Item(t, PROMPT, 0, 1, GREEDY, taps=info.taps, projected=True) for t in tables]
         together(engine, draft, PROMPT, tables)
@@ -99,7 +105,7 @@ def check_rows(kernels: str = "triton") -> None:
             table.truncate(len(PROMPT))
         raw_first(engine, draft, [token, 3], tables[:2])
         if stepper is not None:
-            assert len(stepper._graphs.keys) > 4
+            assert len(stepper._graphs._captured) > 4
         scored(engine, draft, engine.allocate(0))
 
 
@@ -128,3 +134,9 @@ def scored(engine: NativeEngine, draft: Path, table: PageTable) -> None:
     plain, found = engine.step([item])[0], engine.step([item._replace(projected=True)])[0]
     assert plain.rows is not None and close(found, projected(draft, plain.rows))
     assert found.prompt_logprobs == plain.prompt_logprobs and len(found.prompt_logprobs) == 4
+
+
+if __name__ == "__main__":
+    assert ON_GPU, "needs a GPU; tests/engine/test_projected_rows.py runs under the interpreter"
+    check_rows()
+    print("projected rows: equal")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,14 @@ def test_rows_of_a_step_on_the_cpu(kernels: str) -> None:
 def test_rows_of_a_step_with_tritons_kernels() -> None:
     found = interpreted.run("tests.engine.projection_checks", "check_rows")
     assert found == {"check_rows": ""}, found["check_rows"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_rows_of_a_step_with_cuda_graphs() -> None:
+    command = [sys.executable, "-m", "tests.engine.projection_checks"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
 
 
 def test_a_draft_of_another_model_has_no_projection_for_this_one(tmp_path: Path) -> None:

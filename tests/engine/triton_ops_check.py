@@ -21,7 +21,7 @@ from engine.models.rope import Rope, rope_tables
 from engine.noise import gumbel, philox
 from engine.sampling import Draw
 from engine.sampling import draw as draw_on_host
-from tests.engine.interpreter import make_quicker
+from tests.engine.interpreter import prepare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -354,7 +354,7 @@ def check_accept() -> None:
 
 if __name__ == "__main__":
     if DEVICE == "cpu":
-        make_quicker()
+        prepare()
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         check_products(dtype, 72, 40, 3, True)

@@ -30,7 +30,7 @@ from engine.loading import load_engine
 from engine.ragged_words import Room
 from engine.runner import NativeEngine
 from tests.engine.fake_graphs import FakeGraphs
-from tests.engine.interpreter import make_quicker
+from tests.engine.interpreter import prepare
 from tests.engine.prompt_mixes import launched
 from tests.load.random_pair import SHAPES, write_target
 
@@ -160,7 +160,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if not ON_GPU:
-        make_quicker()
+        prepare()
     with tempfile.TemporaryDirectory() as scratch:
         directory = options.model or Path(scratch)
         if options.model is None:

@@ -9,7 +9,7 @@ from draft_svc.training import kernels as k
 from draft_svc.training import triton_kernels as t
 from draft_svc.training import triton_loss as loss
 from engine.models.rope import Rope, rope_tables
-from tests.engine.interpreter import make_quicker
+from tests.engine.interpreter import prepare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -104,7 +104,7 @@ def check_loss() -> None:
 
 if __name__ == "__main__":
     if DEVICE == "cpu":
-        make_quicker()
+        prepare()
     torch.manual_seed(0)
     check_norm_and_mlp()
     check_attention()
