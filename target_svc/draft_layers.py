@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from engine.default_model import DEFAULT
+from engine.device import resolve_device
 from engine.errors import CheckpointError, SettingRefused
 from engine.models.draft_dialects import read_draft
 from engine.models.draft_loading import DraftTarget
@@ -30,11 +31,14 @@ def draft_layers(settings: TargetSettings) -> tuple[int, ...]:
 
 def projected_draft(settings: TargetSettings) -> Path | None:
     """The checkpoint whose projection rows go through; None: they do not. Raises CheckpointError,
-    and SettingRefused where there is none to take it from."""
-    if not settings.project_rows:
-        return None
-    checkpoint = expected_draft(settings)
-    if checkpoint is None:
+    BackendUnavailable for a device that cannot be had, and SettingRefused where rows are to go
+    through one and there is none."""
+    asked = settings.project_rows
+    if asked is None:
+        # On a CPU the tokens of each step would wait for the product.
+        asked = not settings.colocate and resolve_device(settings.device).type == "cuda"
+    checkpoint = expected_draft(settings) if asked else None
+    if checkpoint is None and settings.project_rows:
         accepted = f"false, or with warm_draft: {_ACCEPTED}, for the default model"
         raise SettingRefused("project_rows", True, accepted)
     return checkpoint

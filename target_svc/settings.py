@@ -107,10 +107,11 @@ class TargetSettings(EngineSettings, ServiceSettings):
         description="the draft services' block draft, to know warm_taps from: a directory; "
         "`default`, beside the default model; or empty. On a CPU read for project_rows only",
     )
-    project_rows: bool = Field(
-        False,
+    project_rows: bool | None = Field(
+        None,
         description="apply the `fc` and norm of warm_draft to the rows that its services are sent: "
-        "mostly as many times fewer bytes as it reads layers",
+        "mostly as many times fewer bytes as it reads layers; unset: with a GPU, where there is a "
+        "warm_draft",
     )
     drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
     busy_poll_us: int | None = Field(

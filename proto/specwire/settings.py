@@ -147,7 +147,7 @@ def _parser(cls: type[ServiceSettings]) -> argparse.ArgumentParser:
         if default is not PydanticUndefined:
             text += f" (default: {_shown(default)})".replace("%", "%%")
         flag = "--" + name.replace("_", "-")
-        if field.annotation is bool:
+        if _mentions(field.annotation, (bool,)):
             action = argparse.BooleanOptionalAction
             parser.add_argument(flag, dest=name, action=action, help=text)
         else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from engine.errors import CheckpointError, SettingRefused
+from target_svc import draft_layers as draft_layers_module
 from target_svc.draft_layers import draft_layers, projected_draft
 from target_svc.settings import TargetSettings
 
@@ -30,3 +32,12 @@ def test_the_shipped_draft_is_found() -> None:
     found = projected_draft(TargetSettings(project_rows=True))
     assert found is not None and (found / "model.safetensors").is_file()
     assert projected_draft(TargetSettings()) is None
+
+
+def test_unless_told_rows_go_through_a_projection_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_layers_module, "resolve_device", torch.device)
+    assert projected_draft(TargetSettings(device="cuda")) is not None
+    for other in ({"project_rows": False}, {"warm_draft": ""}, {"colocate": "dflash"}):
+        assert projected_draft(TargetSettings(device="cuda", **other)) is None
+    flags = TargetSettings.load(["--no-project-rows"]), TargetSettings.load(["--project-rows"])
+    assert [settings.project_rows for settings in flags] == [False, True]
