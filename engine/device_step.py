@@ -169,9 +169,9 @@ class DeviceStepper:
         capture: bool,
     ) -> _Outputs | None:
         """None where a room finds no memory, now and from now on: it takes more than steps in it
-        need, and a graph keeps it."""
+        need, and a graph keeps it. A block's rows are its own, with a graph or without."""
         try:
-            return self._graphs.run(key, body, capture)
+            return self._graphs.run(key, body, capture, needed=isinstance(words, RaggedWords))
         except torch.OutOfMemoryError:
             if not isinstance(words, RaggedWords):
                 raise

@@ -41,19 +41,38 @@ class StepGraphs(Generic[T]):
         self._captured: dict[Hashable, _Captured[T]] = {}
         self._pool: Any = None
         self._aside: Any = None
+        # Those whose captures found no memory.
+        self._run_only: set[Hashable] = set()
         # Nanoseconds that captures took so far.
         self.spent_ns = 0
 
-    def run(self, key: Hashable, body: Callable[[], T], capture: bool = True) -> T:
+    def run(
+        self, key: Hashable, body: Callable[[], T], capture: bool = True, needed: bool = False
+    ) -> T:
         """What `body` returns, by replay; `key` stands for all that shapes it. Without `capture` a
-        shape that is met for the first time is only run."""
+        shape that is met for the first time is only run. One whose capture finds no memory is only
+        run now and from now on; where the graph is `needed` that raises OutOfMemoryError."""
         known = self._captured.get(key)
+        if known is None and self.enabled and capture and key not in self._run_only:
+            known = self._held(key, body, needed)
         if known is None:
-            if not self.enabled or not capture:
-                return body()
-            known = self._captured[key] = self._capture(key, body)
+            return body()
         known.graph.replay()
         return known.outputs
+
+    def _held(self, key: Hashable, body: Callable[[], T], needed: bool) -> _Captured[T] | None:
+        try:
+            captured = self._captured[key] = self._capture(key, body)
+            return captured
+        except torch.OutOfMemoryError:
+            if needed:
+                raise
+        # Behind the handler: the error holds on to what the body had.
+        log.warning("no memory for the %s graph of %s: it runs without one", self.name, key)
+        self._run_only.add(key)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
 
     def _capture(self, key: Hashable, body: Callable[[], T]) -> _Captured[T]:
         began = time.perf_counter_ns()

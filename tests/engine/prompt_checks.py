@@ -190,6 +190,24 @@ def check_a_capture_without_memory() -> None:
             items[0].table.free()
 
 
+def check_a_block_without_memory_for_its_graph() -> None:
+    """It is launched now and from now on; blocks of other shapes are captured behind it."""
+    with tempfile.TemporaryDirectory() as folder, small_rooms():
+        write_llama(Path(folder), num_hidden_layers=2, max_position_embeddings=LONGEST)
+        engine, rng = tiny(folder, "TRITON_ATTN"), random.Random(4)
+        graphs = graphs_of(engine)
+        for width, short, captured in ((3, True, 0), (3, False, 0), (2, False, 1), (2, True, 0)):
+            ids = [rng.randrange(3, 90) for _ in range(width)]
+            items = [Item(engine.allocate(width), ids, 0, width, taps=(0, 1))]
+            with launched(engine):
+                expected = engine.step(items)
+            known = len(graphs._captured)
+            with no_memory(graphs) if short else nullcontext():
+                assert same(engine.step(items), expected), width
+            assert len(graphs._captured) - known == captured, (width, short)
+            items[0].table.free()
+
+
 def main() -> None:
     assert ON_GPU, "needs a GPU; tests/engine/test_prompt_steps.py runs under the interpreter"
     wrong = 0

@@ -32,6 +32,7 @@ CHECKS = {
     "check_latent_attention_with_experts",
     "check_a_drafter_beside",
     "check_a_capture_without_memory",
+    "check_a_block_without_memory_for_its_graph",
 }
 
 
