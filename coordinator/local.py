@@ -279,8 +279,7 @@ def colocatable() -> list[str]:
 
 
 def parse_extra(values: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """`target.kv-memory-mb=256` as the flag `--kv-memory-mb 256` of the target,
-    `target.reflection=false` as its `--no-reflection`."""
+    """`target.kv-memory-mb=256` as the flag `--kv-memory-mb=256` of the target."""
     rooms = {"target": "target_svc", "draft": "draft_svc", "coordinator": "coordinator"}
     found = []
     for value in values:
@@ -288,8 +287,5 @@ def parse_extra(values: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...
         room, dot, flag = name.partition(".")
         if not (equals and dot and flag and room in rooms):
             raise SpecwireError.field("--set", value, "target|draft|coordinator.FLAG=VALUE")
-        switches = {"true": f"--{flag}", "false": f"--no-{flag}"}
-        switch = switches.get(given.lower())
-        flags = (switch,) if switch else (f"--{flag}", given)
-        found.append((rooms[room], flags))
+        found.append((rooms[room], (f"--{flag}={given}",)))
     return tuple(found)

@@ -148,8 +148,10 @@ def _parser(cls: type[ServiceSettings]) -> argparse.ArgumentParser:
             text += f" (default: {_shown(default)})".replace("%", "%%")
         flag = "--" + name.replace("_", "-")
         if _mentions(field.annotation, (bool,)):
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(flag, dest=name, action=action, help=text)
+            metavar = "true|false"
+            parser.add_argument(flag, dest=name, nargs="?", const=True, metavar=metavar, help=text)
+            no, text = "--no-" + flag.removeprefix("--"), f"{flag}=false"
+            parser.add_argument(no, dest=name, action="store_false", help=text)
         else:
             parser.add_argument(flag, dest=name, metavar=_metavar(field), help=text)
     return parser

@@ -58,6 +58,10 @@ def test_lists_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECWIRE_EXAMPLE_REFLECTION", "true")
     assert Example.load([]).reflection
     assert not Example.load(["--no-reflection"]).reflection
+    for given in (["--reflection=false"], ["--reflection", "false", "--share", "0.5"]):
+        assert not Example.load(given).reflection
+    assert "reflection is 'perhaps'" in failure("--reflection=perhaps")
+    assert "--no-reflection: ignored explicit argument 'true'" in failure("--no-reflection=true")
 
 
 def test_settings_are_frozen() -> None:

@@ -27,6 +27,7 @@ from specwire.errors import Reason, SpecwireError
 from specwire.generation import collect
 from specwire.request import build_request
 from specwire.v1 import common_pb2, generate_pb2
+from target_svc.settings import TargetSettings
 
 COMMANDS = ("up", "generate", "chat", "bench", "info", "plan", "backends", "train-draft")
 
@@ -308,9 +309,11 @@ def test_settings_of_services_pass_through() -> None:
     switches = ["target.project-rows=true", "target.reflection=false"]
     extra = parse_extra(["target.kv-memory-mb=64", *switches, "draft.methods=ngram"])
     options = LocalOptions(extra=extra)
-    flags = ["--kv-memory-mb", "64", "--project-rows", "--no-reflection"]
-    assert options.flags_of("target_svc") == flags
-    assert options.flags_of("draft_svc") == ["--methods", "ngram"]
+    flags = options.flags_of("target_svc")
+    assert flags == ["--kv-memory-mb=64", "--project-rows=true", "--reflection=false"]
+    settings = TargetSettings.load(flags)
+    assert (settings.kv_memory_mb, settings.project_rows, settings.reflection) == (64, True, False)
+    assert options.flags_of("draft_svc") == ["--methods=ngram"]
     assert options.flags_of("coordinator") == []
 
 
