@@ -38,6 +38,8 @@ def projected_draft(settings: TargetSettings) -> Path | None:
         # On a CPU the tokens of each step would wait for the product.
         asked = not settings.colocate and resolve_device(settings.device).type == "cuda"
     checkpoint = expected_draft(settings) if asked else None
+    if settings.project_rows is None and checkpoint is not None and not _has_weights(checkpoint):
+        return None  # its config alone says which layers to warm up for
     if checkpoint is None and settings.project_rows:
         accepted = f"false, or with warm_draft: {_ACCEPTED}, for the default model"
         raise SettingRefused("project_rows", True, accepted)
@@ -54,6 +56,10 @@ def expected_draft(settings: TargetSettings) -> Path | None:
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(f"warm_draft is {settings.warm_draft!r}; accepted: {_ACCEPTED}")
     return checkpoint
+
+
+def _has_weights(checkpoint: Path) -> bool:
+    return any(checkpoint.glob("*.safetensors"))
 
 
 def _shipped() -> Path | None:

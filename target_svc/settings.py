@@ -110,8 +110,8 @@ class TargetSettings(EngineSettings, ServiceSettings):
     project_rows: bool | None = Field(
         None,
         description="apply the `fc` and norm of warm_draft to the rows that its services are sent: "
-        "mostly as many times fewer bytes as it reads layers; unset: with a GPU, where there is a "
-        "warm_draft",
+        "mostly as many times fewer bytes as it reads layers; unset: with a GPU, where "
+        "warm_draft has weights",
     )
     drain_ms: int = Field(5_000, ge=0, description="time that running sessions get at shutdown")
     busy_poll_us: int | None = Field(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -34,10 +36,15 @@ def test_the_shipped_draft_is_found() -> None:
     assert projected_draft(TargetSettings()) is None
 
 
-def test_unless_told_rows_go_through_a_projection_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unless_told_rows_go_through_a_projection_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(draft_layers_module, "resolve_device", torch.device)
     assert projected_draft(TargetSettings(device="cuda")) is not None
     for other in ({"project_rows": False}, {"warm_draft": ""}, {"colocate": "dflash"}):
         assert projected_draft(TargetSettings(device="cuda", **other)) is None
+    (tmp_path / "config.json").write_text("{}")
+    alone = TargetSettings(device="cuda", warm_draft=str(tmp_path))
+    assert projected_draft(alone) is None  # which says of its layers all that is to be known
     flags = TargetSettings.load(["--no-project-rows"]), TargetSettings.load(["--project-rows"])
     assert [settings.project_rows for settings in flags] == [False, True]
