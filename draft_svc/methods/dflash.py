@@ -36,7 +36,7 @@ from engine.errors import OutOfPages
 from engine.kv.pool import PoolStats
 from engine.kv.prefix import chain_root
 from engine.models.dflash import Block
-from engine.models.draft_context import ContextRows
+from engine.models.draft_context import CAPTURED_ROWS, ContextRows
 from engine.models.draft_loading import LoadedDraft
 from engine.warm_shapes import prompt_rows
 
@@ -230,7 +230,10 @@ class DFlashMethod(Method[DFlashContext]):
         info = self._info
         if self._stepper is not None and self._warm_sessions:
             shapes = self._stepper.shapes(self._warm_sessions, info.max_draft_tokens)
-            first_runs(self, self._filled, shapes, prompt_rows(_FORWARD_ROWS), stopped)
+            writes = sorted({*CAPTURED_ROWS, *prompt_rows(_FORWARD_ROWS)})
+            first_runs(self, self._filled, shapes, writes, stopped)
+            if not stopped():
+                self._model.capture_writes()
         if stopped():
             return
         costs = measure(

@@ -26,7 +26,7 @@ from engine.kv.pool import PageTable, TableView
 from engine.linear import Linear
 from engine.models.dflash_config import DFlashConfig
 from engine.models.draft_attention import draft_attention
-from engine.models.draft_context import ContextMemory, ContextRows, RowUpload
+from engine.models.draft_context import ContextMemory, ContextRows, ContextWriter
 from engine.models.draft_options import DFlashOptions
 from engine.models.draft_vocabulary import DraftVocabulary
 from engine.models.family import cache_geometry
@@ -118,9 +118,10 @@ class DFlashModel:
         self._norm = draft.take("norm.weight", d).float()
         self._layer_attention = draft_attention(config, draft, self.kernels, self.cache)
         self._layers = [self._take_layer(draft, index) for index in range(config.layer_count)]
-        self._upload: RowUpload | None = None
+        self._writer: ContextWriter | None = None
         if self.device.type == "cuda" or self.kernels.mode == "triton":
-            self._upload = RowUpload(self.device)
+            scratch = memory.scratch_slot
+            self._writer = ContextWriter(self.write_rows, scratch, self.device, self.captures)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -175,11 +176,18 @@ class DFlashModel:
             first, count = write.start - write.origin, write.rows.shape[0]
             positions += range(write.start, write.start + count)
             slots += slots_of(write.table.pages, self.pool.page_tokens, first, count)
-        if self._upload is not None:
-            self.write_rows(*self._upload(writes, positions, slots), projected)
+        if self._writer is not None:
+            self._writer(writes, positions, slots)
         else:
             rows = torch.cat([write.rows.float() for write in writes])
             self.write_rows(rows, torch.tensor(positions), torch.tensor(slots), projected)
+
+    def capture_writes(self) -> None:
+        """Captures the graphs by which few bf16 rows are taken in, where the draft runs by any."""
+        c = self.config
+        if self._writer is not None:
+            for width, projected in ((c.row_width, False), (c.hidden_size, True)):
+                self._writer.capture(width, torch.bfloat16, projected)
 
     @torch.inference_mode()
     def write_rows(

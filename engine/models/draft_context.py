@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.errors import SettingRefused
+from engine.graphs import StepGraphs
 from engine.kv.cache import CacheGeometry, PagedCache
 from engine.kv.groups import PagedGroups
 from engine.kv.pool import PagePool, PageTable
 from engine.models.family import build_cache
 from engine.step_words import StepWords
+
+# Rows that graphs take in.
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +56,83 @@ class ContextMemory:
         return cls(PagedGroups(pool, {"draft": cache}), cache, slots, slots)
 
 
-class RowUpload:
-    """Rows of several writes and where they go, in one copy from page-locked memory."""
+class RowShape(NamedTuple):
+    """`rows` of `width` values; `projected` as in `ContextRows`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._words = StepWords(device)
+    rows: int
+    width: int
+    dtype: torch.dtype
+    projected: bool
+
+
+# (rows [n, width], int32 positions [n] and flat slots [n], `projected`)
+WriteRows = Callable[[Tensor, Tensor, Tensor, bool], None]
+
+
+class ContextWriter:
+    """Takes rows to a device in one copy from page-locked memory, and has them written there.
+
+    Few rows are padded to a size whose graph was captured before: launched, they would take the
+    host longer than the device. More, and all where nothing was captured, are launched."""
+
+    def __init__(
+        self, write: WriteRows, scratch_slot: int, device: torch.device, captures: bool
+    ) -> None:
+        """Padding is written to `scratch_slot`."""
+        self._write, self._scratch_slot, self._device = write, scratch_slot, device
+        self._graphs: StepGraphs[None] = StepGraphs("context", captures)
+        self._fixed: dict[RowShape, StepWords] = {}
+        self._loose = StepWords(device)
+
+    @torch.inference_mode()
+    def capture(self, width: int, dtype: torch.dtype, projected: bool) -> None:
+        """Captures the graphs for rows of that kind, unless there are to be none; those that find
+        no memory are left out."""
+        for size in reversed(CAPTURED_ROWS if self._graphs.enabled else ()):
+            shape = RowShape(size, width, dtype, projected)
+            words = self._fixed[shape] = StepWords(self._device)
+            _lay_out(words, shape)
+            words.host("slots").fill(self._scratch_slot)
+            words.upload()
+            self._graphs.run(shape, partial(self._body, words, shape))
 
     def __call__(
         self, writes: Sequence[ContextRows], positions: Sequence[int], slots: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """On the device: rows [n, row_width] as they came, int32 positions and slots [n]. They are
-        overwritten by the next call."""
-        count, width, dtype = len(slots), writes[0].rows.shape[1], writes[0].rows.dtype
-        values, words = count * width, self._words
-        words.layout(rows=-(-values * dtype.itemsize // 4), positions=count, slots=count)
-        words.host("positions")[:] = positions
-        words.host("slots")[:] = slots
-        torch.cat(
-            [write.rows for write in writes],
-            out=torch.from_numpy(words.host("rows")).view(dtype)[:values].view(count, width),
-        )
+    ) -> None:
+        """Writes rows that are alike, [n, width] in all, at positions and slots [n]. Does not wait
+        for the device."""
+        count, first = len(slots), writes[0]
+        kind = first.rows.shape[1], first.rows.dtype, first.projected
+        size = next((size for size in CAPTURED_ROWS if size >= count), count)
+        shape = RowShape(size, *kind)
+        words = self._fixed.get(shape)
+        if words is None:
+            words, shape = self._loose, RowShape(count, *kind)
+        _lay_out(words, shape)
+        words.host("positions")[:count] = positions
+        own = words.host("slots")
+        own[:count], own[count:] = slots, self._scratch_slot
+        rows = _rows_of(torch.from_numpy(words.host("rows")), shape)
+        torch.cat([write.rows for write in writes], out=rows[:count])
         words.upload()
-        rows = words.device("rows").view(dtype)[:values].view(count, width)
-        return rows, words.device("positions"), words.device("slots")
+        body = partial(self._body, words, shape)
+        if words is self._loose:
+            body()
+        else:
+            self._graphs.run(shape, body, capture=False)
+
+    def _body(self, words: StepWords, shape: RowShape) -> None:
+        rows = _rows_of(words.device("rows"), shape)
+        self._write(rows, words.device("positions"), words.device("slots"), shape.projected)
+
+
+def _lay_out(words: StepWords, shape: RowShape) -> None:
+    count, width, dtype, _ = shape
+    values = -(-count * width * dtype.itemsize // 4)
+    words.layout(rows=values, positions=count, slots=count)
+
+
+def _rows_of(words: Tensor, shape: RowShape) -> Tensor:
+    """The rows that the int32 words are."""
+    count, width, dtype, _ = shape
+    return words.view(dtype)[: count * width].view(count, width)

@@ -22,6 +22,8 @@ class _Replayed:
 
     def replay(self) -> None:
         found = self._body()
+        if found is None:
+            return
         for field in fields(self.outputs):
             held = getattr(self.outputs, field.name)
             if isinstance(held, Tensor):

@@ -67,7 +67,7 @@ def opened(method: DFlashMethod, length: int, sampling: Sampling) -> DFlashConte
 
 def written(method: DFlashMethod, context: DFlashContext) -> Tensor:
     """Context keys and values of every layer."""
-    cache, pages = method._model.cache, torch.tensor(context.table.pages)
+    cache, pages = method._model.cache, torch.tensor(context.table.pages, dtype=torch.int64)
     layers = range(cache.geometry.layers)
     kept = [torch.cat(cache.gather(layer, pages), -1)[: context.table.length] for layer in layers]
     return torch.stack(kept)
