@@ -31,7 +31,7 @@ from draft_svc.metrics import Metrics
 from draft_svc.service import SERVICE_NAME
 from engine.api import Ask, Proposed, Sampling, never
 from engine.attention.request import KVGroup
-from engine.block_step import Wanted
+from engine.block_call import Wanted
 from engine.colocated import DrafterSettings, Group, Handles, TapRows, Target
 from engine.default_model import tokenizer_document, tokenizer_hash
 from engine.device import weight_dtype

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.api import Proposed, Sampling
+from engine.api import Proposed
 from engine.attention.base import DeviceAttention, Span
-from engine.batch import slots_of
+from engine.block_call import CallWords, Wanted
 from engine.device_draw import DeviceDrawer
-from engine.draw_rows import DrawRows, DrawWords, draw_words
 from engine.graphs import StepGraphs, up_to
-from engine.models.dflash import Block, DFlashModel, SlotDraws
+from engine.models.dflash import DFlashModel
 from engine.models.layers import Rows
 from engine.sampling import filters
 from engine.step_words import StepWords
@@ -33,20 +32,10 @@ _MOST_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """`k` tokens behind the anchor of a block."""
-
-    block: Block
-    sampling: Sampling
-    k: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Drawn:
-    """int32 [1 or 2, batch, count]: tokens, and the bits of their chances. The plan owns memory
-    that a graph works in, so it lives as long."""
+    """The plan owns memory that a graph works in, so it lives as long."""
 
-    values: Tensor
+    chances: bool
     plan: Any
 
 
@@ -69,8 +58,10 @@ class BlockStepper:
         self._pages = -(-longest // model.pool.page_tokens)
         self._drawer = DeviceDrawer(model.kernels, self._device)
         self._graphs: StepGraphs[_Drawn] = StepGraphs("block", model.captures)
-        self._shapes: dict[tuple[int, int], StepWords] = {}
-        self._loose = StepWords(self._device)
+        self._calls: dict[tuple[int, int], CallWords] = {}
+        self._over: Any = None
+        if self._device.type == "cuda":
+            self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.fixed = isinstance(model.backend, DeviceAttention)
 
     @property
@@ -90,7 +81,6 @@ class BlockStepper:
             CallShape(b, c, f) for b in reversed(few) for f in (False, True) for c in counts
         ]
 
-    @torch.inference_mode()
     def run(self, wanted: Sequence[Wanted], chances: bool, capture: bool = True) -> list[Proposed]:
         """The tokens of each block, with their chances where they are asked for or the draft gives
         them anyway. The tables keep their lengths; without `capture` no graph is captured. Raises
@@ -104,24 +94,32 @@ class BlockStepper:
         self._model.reserve([own.block for own in wanted])
         batch, count = self._shape(wanted)
         filtered = any(filters(own.sampling) for own in wanted)
-        words = self._words_of(batch, count)
-        spans = self._fill(words, wanted, batch, count)
-        loose = None if self.fixed else self._model.backend.plan(spans)
-        words.upload()
+        call = self._call_of(batch, count)
+        spans = call.fill(wanted)
 
         def body() -> _Drawn:
-            plan = loose
-            if isinstance(self._model.backend, DeviceAttention):
-                size = self._model.config.block_size
-                attention = words.device("attention")
-                plan = self._model.backend.view(attention, batch, self._pages, size)
-            states, anchors = self._states(words, plan, batch, count)
-            how = DrawRows.of(words.device("draws"), batch * self._draws_of(count), filtered)
-            found = self._model.draw_slots(states, anchors, how, self._drawer, chances)
-            return _Drawn(_packed(found), plan)
+            # The copies are the graph's too: called one by one they take the host longer.
+            with torch.inference_mode():
+                call.words.copy()
+                plan = self._plan(call, spans)
+                states, anchors = self._states(call.words, plan, batch, count)
+                how = call.draws(filtered)
+                found = self._model.draw_slots(states, anchors, how, self._drawer, chances)
+                call.keep(found)
+                return _Drawn(found.chances is not None, plan)
 
         drawn = self._graphs.run((batch, count, filtered, chances), body, capture)
-        return _proposals(drawn.values.cpu(), wanted)
+        if self._over is not None:
+            self._over.record()
+            self._over.synchronize()
+        self._model.over()
+        return call.proposals(wanted, drawn.chances)
+
+    def _plan(self, call: CallWords, spans: Sequence[Span]) -> Any:
+        backend, size = self._model.backend, self._model.config.block_size
+        if isinstance(backend, DeviceAttention):
+            return backend.view(call.words.device("attention"), call.batch, self._pages, size)
+        return backend.plan(spans)
 
     def _states(self, words: StepWords, plan: Any, batch: int, count: int) -> tuple[Tensor, Tensor]:
         """Final states [batch, count, hidden] of the slots that propose; anchors int64 [batch]."""
@@ -144,71 +142,8 @@ class BlockStepper:
         most = self._model.max_draft_tokens
         return min(next((c for c in _COUNTS if c >= k), most), most)
 
-    def _words_of(self, batch: int, count: int) -> StepWords:
-        if not self.fixed:
-            self._lay_out(self._loose, batch, count)
-            return self._loose
-        words = self._shapes.get((batch, count))
-        if words is None:
-            words = self._shapes[batch, count] = StepWords(self._device)
-            self._lay_out(words, batch, count)
-        return words
-
-    def _lay_out(self, words: StepWords, batch: int, count: int) -> None:
-        rows, attention = batch * self._model.config.block_size, 0
-        if isinstance(self._model.backend, DeviceAttention):
-            attention = self._model.backend.words(batch, rows, self._pages)
-        words.layout(
-            ids=rows,
-            positions=rows,
-            slots=rows,
-            draws=draw_words(batch * self._draws_of(count)),
-            attention=attention,
-        )
-
-    def _draws_of(self, count: int) -> int:
-        """Rows of draws for each block."""
-        return 1 if self._model.slot_by_slot else count
-
-    def _fill(
-        self, words: StepWords, wanted: Sequence[Wanted], batch: int, count: int
-    ) -> list[Span]:
-        config, page = self._model.config, self._model.pool.page_tokens
-        size = config.block_size
-        ids, positions, slots = (
-            words.host(name).reshape(batch, size) for name in ("ids", "positions", "slots")
-        )
-        ids.fill(config.mask_token_id)
-        positions.fill(0)
-        slots.fill(self._model.memory.scratch_slot)
-        spans: list[Span] = []
-        each = self._draws_of(count)
-        draws = DrawWords(words.host("draws"), batch * each)
-        draws.clear()
-        for row, own in enumerate(wanted):
-            block, first = own.block, own.block.start - own.block.origin
-            ids[row, 0] = block.anchor
-            positions[row] = range(block.start, block.start + size)
-            slots[row] = slots_of(block.table.pages, page, first, size)
-            spans.append(Span(block.table, first, row * size, size))
-            draws.write(row * each, min(own.k, each), own.sampling, block.start + 1)
-        if isinstance(self._model.backend, DeviceAttention):
-            self._model.backend.fill(words.host("attention"), spans, batch, self._pages)
-        return spans
-
-
-def _packed(drawn: SlotDraws) -> Tensor:
-    parts = [drawn.tokens.int()]
-    if drawn.chances is not None:
-        parts.append(drawn.chances.view(torch.int32))
-    return torch.stack(parts)
-
-
-def _proposals(values: Tensor, wanted: Sequence[Wanted]) -> list[Proposed]:
-    values = values[:, : len(wanted)]
-    ids = values[0].tolist()
-    chances = values[1].view(torch.float32).tolist() if len(values) > 1 else [[]] * len(wanted)
-    return [
-        Proposed(tuple(tokens[: own.k]), tuple(sure[: own.k]))
-        for own, tokens, sure in zip(wanted, ids, chances, strict=True)
-    ]
+    def _call_of(self, batch: int, count: int) -> CallWords:
+        call = self._calls.get((batch, count))
+        if call is None:
+            call = self._calls[batch, count] = CallWords(self._model, batch, count, self._pages)
+        return call

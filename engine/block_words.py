@@ -67,7 +67,7 @@ class BlockWords:
         self._drawn = self.tokens.numpy()
 
     def fill(self, items: Sequence[Item]) -> list[Placed]:
-        """Writes a step and sends it to the device. The step before must be over."""
+        """Writes a step, which begins with `send`. The step before must be over."""
         width, first = self._width, 0
         ids: list[int] = []
         spans, placed, blocks = [], [], []
@@ -89,8 +89,10 @@ class BlockWords:
             self._place(spans)
         self._draws.write_blocks(blocks, width, self._positions)
         self._backend.fill(self._attention, spans, self._batch, self._pages)
-        self._words.upload()
         return placed
+
+    def send(self) -> None:
+        self._words.copy()
 
     def _place(self, spans: Sequence[Span]) -> None:
         """Positions and slots of all rows."""

@@ -124,6 +124,7 @@ class DeviceStepper:
         kernels = self._kernels_of(items, words.rows)
 
         def body() -> _Outputs:
+            words.send()
             rows = _rows(words, kernels)
             logits, tap_rows = self._launch(rows, words.wanted(), taps, tap_dtype)
             if at_once and logits is not None:

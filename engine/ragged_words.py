@@ -119,6 +119,9 @@ class RaggedWords:
             _, pages = self._backend.capacity(packed.spans)
         self._make_room(room, pages)
 
+    def send(self) -> None:
+        """Nothing: the next step may be filled while this one runs, so `fill` sent it."""
+
     def device(self, name: str) -> Tensor:
         """ids, positions or slots: int32 [rows]."""
         return self._words.device(name)

@@ -30,6 +30,10 @@ class StepInputs(Protocol):
     @property
     def tokens(self) -> Tensor: ...
 
+    def send(self) -> None:
+        """The first part of the step itself: copies to the device what `fill` has not."""
+        ...
+
     def device(self, name: str) -> Tensor:
         """ids, positions or slots: int32 [rows]."""
         ...

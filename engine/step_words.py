@@ -27,7 +27,6 @@ class StepWords:
         self._device = device
         self._counts: dict[str, int] = {}
         self._places: dict[str, tuple[int, int]] = {}
-        self._used = 0
         self._copied: Any = None
         if device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -38,6 +37,7 @@ class StepWords:
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
         self._words: Words = self._host.numpy()
         self._on_device = torch.zeros(words, dtype=torch.int32, device=self._device)
+        self._to, self._from = self._on_device[:0], self._host[:0]
 
     def layout(self, **counts: int) -> None:
         """Lays the fields out, `counts` words each. What they hold is anything. Waits until the
@@ -50,9 +50,10 @@ class StepWords:
         for name, count in counts.items():
             self._places[name] = at, count
             at += -(-count // _ALIGNMENT_WORDS) * _ALIGNMENT_WORDS
-        self._counts, self._used = counts, at
+        self._counts = counts
         if at > self._words.size:
             self._allocate(1 << (at - 1).bit_length())
+        self._to, self._from = self._on_device[:at], self._host[:at]
 
     def host(self, name: str) -> Words:
         """The field to be written; `upload` takes it along."""
@@ -67,7 +68,12 @@ class StepWords:
     def upload(self) -> None:
         """Copies every field. The host's side may be written again behind the next `layout`, or
         once anything launched later is over."""
-        used = slice(self._used)
-        self._on_device[used].copy_(self._host[used], non_blocking=True)
+        self.copy()
         if self._copied is not None:
             self._copied.record()
+
+    def copy(self) -> None:
+        """The same as a part of a CUDA graph: each call that the host makes in front of a replay
+        takes it longer than all of this takes the device. No `layout` waits for it: the host's
+        side may be written again once what is launched behind it is over."""
+        self._to.copy_(self._from, non_blocking=True)

@@ -22,20 +22,35 @@ def columns_of(
     return torch.cat([rows[:, at : at + hidden_size] for at in starts], dim=1)
 
 
+class Copied:
+    """The event behind a copy to the host."""
+
+    def __init__(self) -> None:
+        self.event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record()
+        # Whether somebody has waited for it.
+        self.over = False
+
+    def wait(self) -> None:
+        if not self.over:
+            self.event.synchronize()
+            self.over = True
+
+
 @dataclass(frozen=True, slots=True)
 class LateRows:
-    """Rows of a step. `arrived` is the event behind their copy to the host, None where they are
-    there already (or stay on the device, for somebody who computes with them)."""
+    """Rows of a step. `arrived`: behind their copy to the host, None where they are there already
+    (or stay on the device, for somebody who computes with them)."""
 
     rows: Tensor
-    arrived: Any = None
+    arrived: Copied | None = None
     # The same memory, where it is the host's: made while the device works.
     _bits: RowBits | None = None
 
     def get(self) -> Tensor:
         """The rows; waits for them. Any thread may call it."""
         if self.arrived is not None:
-            self.arrived.synchronize()
+            self.arrived.wait()
         return self.rows
 
     def bits(self, first: int, end: int) -> RowBits:
@@ -70,15 +85,15 @@ class TapExport:
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
-        self._copied: Any = None
+        self._copied: Copied | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def hold(self) -> None:
         """What is launched from here on may write again where rows were taken from."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        copied, self._copied = self._copied, None
+        if copied is not None and not copied.over:  # mostly the rows were sent long ago
+            torch.cuda.current_stream().wait_event(copied.event)
 
     def take(self, rows: Tensor | None) -> LateRows | None:
         """A bf16 copy of what `rows` holds behind everything launched so far."""
@@ -91,6 +106,5 @@ class TapExport:
         with torch.cuda.stream(self._stream):
             out.copy_(rows, non_blocking=True)
             rows.record_stream(self._stream)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+            self._copied = Copied()
         return LateRows(out, self._copied, as_bits(out))

@@ -31,7 +31,7 @@ from draft_svc.methods.dflash_info import info_of
 from draft_svc.methods.first_runs import first_runs
 from draft_svc.methods.host_draws import draft_on_host
 from engine.api import Sampling, never
-from engine.block_step import Wanted
+from engine.block_call import Wanted
 from engine.errors import OutOfPages
 from engine.kv.pool import PoolStats
 from engine.kv.prefix import chain_root

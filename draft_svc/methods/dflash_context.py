@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from draft_svc.methods.base import RawRows, RowBlock
+from draft_svc.methods.base import RowBlock
 from engine.api import Sampling
 from engine.kv.pool import PageTable
 from engine.models.draft_context import ContextRows
@@ -66,9 +64,9 @@ class DFlashContext:
         """The first pending rows, at most `limit`, that are not in the table yet."""
         start = self.end
         blocks = [block.clip(start, start + limit) for block in self.pending]
-        rows = np.concatenate([block.rows for block in blocks])
-        projected = blocks[0].projected
-        return ContextRows(self.table, start, _tensor(rows), self.origin, projected)
+        parts = [block.rows for block in blocks]
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return ContextRows(self.table, start, rows, self.origin, blocks[0].projected)
 
     def drop_written(self) -> None:
         self.pending = nonempty(block.clip(self.end, block.end) for block in self.pending)
@@ -87,8 +85,3 @@ class DFlashContext:
 
 def nonempty(blocks: Iterable[RowBlock]) -> list[RowBlock]:
     return [block for block in blocks if len(block.rows)]
-
-
-def _tensor(rows: RawRows) -> Tensor:
-    """bf16 rows as they came: numpy carries the bits as uint16."""
-    return torch.from_numpy(rows).view(torch.bfloat16)

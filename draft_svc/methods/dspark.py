@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_svc.methods.base import Draft
 from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.host_draws import probabilities
-from engine.block_step import Wanted
+from engine.block_call import Wanted
 from engine.kernels.cpu import ops
 from engine.models.draft_loading import LoadedDraft
 from engine.models.dspark import DSparkModel, Proposals

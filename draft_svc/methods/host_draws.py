@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draft_svc.methods.base import Draft
-from engine.block_step import Wanted
+from engine.block_call import Wanted
 from engine.kernels.cpu import ops
 from engine.models.dflash import DFlashModel, own_chances
 from engine.sampling import Draw, draw

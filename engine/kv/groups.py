@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
+
 from engine.kv.cache import PagedCache
 from engine.kv.pool import PagePool
 
@@ -25,6 +27,10 @@ class PagedGroups:
 
     def copy_pages(self) -> None:
         """Makes shared pages writable where a table is about to write; before every write."""
-        for source, to in self.pool.take_copies():
-            for cache in self.caches.values():
-                cache.copy_page(source, to)
+        copies = self.pool.take_copies()
+        if not copies:  # as nearly always, and to enter a mode takes its time
+            return
+        with torch.inference_mode():
+            for source, to in copies:
+                for cache in self.caches.values():
+                    cache.copy_page(source, to)

@@ -151,7 +151,6 @@ class DFlashModel:
         """
         self.write_contexts([ContextRows(table, start, rows, origin)])
 
-    @torch.inference_mode()
     def write_contexts(self, writes: Sequence[ContextRows]) -> None:
         """The same for several sessions, each at most once, with one product for all whose rows are
         alike."""
@@ -179,7 +178,7 @@ class DFlashModel:
         if self._writer is not None:
             self._writer(writes, positions, slots)
         else:
-            rows = torch.cat([write.rows.float() for write in writes])
+            rows = torch.cat([write.tensor().float() for write in writes])
             self.write_rows(rows, torch.tensor(positions), torch.tensor(slots), projected)
 
     def capture_writes(self) -> None:
@@ -187,7 +186,12 @@ class DFlashModel:
         c = self.config
         if self._writer is not None:
             for width, projected in ((c.row_width, False), (c.hidden_size, True)):
-                self._writer.capture(width, torch.bfloat16, projected)
+                self._writer.capture(width, projected)
+
+    def over(self) -> None:
+        """Tells that everything launched so far is over: the next write need not ask."""
+        if self._writer is not None:
+            self._writer.over()
 
     @torch.inference_mode()
     def write_rows(

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draft_svc.methods.dflash import DFlashMethod
 from draft_svc.methods.dflash_context import DFlashContext
 from engine.api import Sampling
 from engine.models import draft_context
-from engine.models.draft_context import ContextRows, ContextWriter, RowShape
+from engine.models.draft_context import Bits, ContextRows, ContextWriter, RowShape
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.latent_draft_checks import DFLASH, checkpoints
 from tests.engine.latent_draft_checks import TRITON as TRITON_MLA
@@ -78,13 +78,14 @@ def recorded(writer: ContextWriter) -> list[Hashable]:
     return keys
 
 
-def rows_of(method: DFlashMethod, count: int, projected: bool) -> Tensor:
+def rows_of(method: DFlashMethod, count: int, projected: bool) -> Bits:
     """Random rows as they come over the wire."""
     info = method.info.rows
     assert info is not None
     generator = torch.Generator().manual_seed(count)
     width = info.projected_width if projected else info.width
-    return torch.randn(count, width, generator=generator).bfloat16()
+    rows = torch.randn(count, width, generator=generator).bfloat16()
+    return rows.view(torch.uint16).numpy()
 
 
 def take(
@@ -136,19 +137,16 @@ def mixed(
     ours: Sequence[DFlashContext],
     theirs: Sequence[DFlashContext],
 ) -> None:
-    """Sessions whose rows differ, in one call; fp32 rows have no graph."""
+    """Sessions whose rows differ, in one call; rows of another form have no graph."""
     for own, contexts in ((graphs, ours), (launched, theirs)):
-        kinds = ((True, torch.bfloat16), (False, torch.bfloat16), (True, torch.bfloat16))
         own._model.write_contexts(
             [
-                ContextRows(c.table, c.table.length, rows_of(own, 2, p).to(kind), 0, p)
-                for c, (p, kind) in zip(contexts, kinds, strict=True)
+                ContextRows(c.table, c.table.length, rows_of(own, 2, projected), 0, projected)
+                for c, projected in zip(contexts, (True, False, True), strict=True)
             ]
         )
-        take_fp32 = ContextRows(
-            contexts[0].table, contexts[0].table.length, rows_of(own, 3, False).float()
-        )
-        own._model.write_contexts([take_fp32])
+        wire = ContextRows(contexts[0].table, contexts[0].table.length, rows_of(own, 3, False))
+        own._model.write_contexts([replace(wire, rows=wire.tensor().float())])
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(written(graphs, a), written(launched, b))
 

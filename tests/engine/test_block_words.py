@@ -53,6 +53,8 @@ def test_all_at_once_is_what_one_by_one_gives(width: int, monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             patch.setattr(block_words, "_MANY", 1000)
             few.fill(step)
+        many.send()
+        few.send()
         for name in ("ids", "positions", "slots"):
             assert many.device(name).equal(few.device(name)), name
         for at, item in enumerate(step):
@@ -73,6 +75,7 @@ def test_rows_draw_as_their_items_say_step_after_step() -> None:
             for item, kind in zip(items(rng, held, width), kinds, strict=False)
         ]
         own.fill(step)
+        own.send()
         how = own.draws(filtered=True)
         assert how.min_p is not None and how.top_k is not None and how.top_p is not None
         for at, item in enumerate(step):

@@ -31,7 +31,7 @@ import torch
 
 from draft_svc.methods.base import Draft
 from engine.api import Sampling
-from engine.block_step import Wanted
+from engine.block_call import Wanted
 from engine.config import EngineConfig
 from engine.models.dflash import Block, DFlashModel
 from engine.models.draft_context import ContextRows
@@ -137,9 +137,10 @@ def write_again(model: DFlashModel, writes: Sequence[ContextRows]) -> None:
 
 def write_times(setup: Setup) -> None:
     model = setup.load()._model
+    model.capture_writes()
     for count, each in ((1, 1), (1, 8), (32, 4), (128, 4), (1, 512)):
         tables = [model.pool.allocate(0) for _ in range(count)]
-        given = [rows(model, each, n) for n in range(count)]
+        given = [rows(model, each, n).view(torch.uint16).numpy() for n in range(count)]
 
         writes = [ContextRows(t, 0, own) for t, own in zip(tables, given, strict=True)]
         spent = median_ms(partial(write_again, model, writes))
