@@ -125,7 +125,6 @@ class ContextWriter:
         self._wait()
         fixed.fill(arrays, positions, slots, self._scratch_slot)
         self._play(shape, fixed, False)
-        self._reading = True
 
     def _wait(self) -> None:
         if self._reading and self._device.type == "cuda":
@@ -138,6 +137,7 @@ class ContextWriter:
                 fixed.words.copy()
                 self._write(*_views(fixed.words, shape.width, torch.bfloat16), shape.projected)
 
+        self._reading = True  # also where a launch fails halfway
         self._graphs.run(shape, body, capture)
 
     @torch.inference_mode()
